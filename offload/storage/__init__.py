@@ -1,0 +1,1 @@
+"""Where bytes live and how they move: devices, staging memory, tiers, swap space, and the I/O underneath."""

@@ -1,0 +1,79 @@
+"""Tickets: the handles of asynchronous transfers.
+
+Whoever reads what a transfer brings, or reuses the memory that it reads, waits on its ticket first.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any
+
+__all__ = ["AllTickets", "DoneTicket", "FutureTicket", "Ticket"]
+
+
+class Ticket(ABC):
+    """One transfer that has been asked for. Usable from any thread, any number of times."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """True when `wait` would return (or raise) at once. Never blocks, never raises what went wrong."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until the transfer has ended; raise what went wrong, at each call."""
+
+
+class DoneTicket(Ticket):
+    """A transfer that has already ended: well, or with `error`."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+
+
+class FutureTicket(Ticket):
+    """A transfer run by an executor or an event loop; `keep` is held until the ticket goes."""
+
+    def __init__(self, future: Future[Any], keep: object = None) -> None:
+        self._future = future
+        self._keep = keep
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        error = self._future.exception()
+        if error is not None:
+            raise error.with_traceback(None)
+
+
+class AllTickets(Ticket):
+    """Several transfers as one.
+
+    `wait` waits for every one of them, also after a failure, since their buffers stay in use until each has ended;
+    then it raises the first error in the order given.
+    """
+
+    def __init__(self, tickets: Iterable[Ticket]) -> None:
+        self._tickets = tuple(tickets)
+
+    def done(self) -> bool:
+        return all(ticket.done() for ticket in self._tickets)
+
+    def wait(self) -> None:
+        first: Exception | None = None
+        for ticket in self._tickets:
+            try:
+                ticket.wait()
+            except Exception as error:  # noqa: BLE001  (raised below, once all have ended)
+                first = first or error
+        if first is not None:
+            raise first

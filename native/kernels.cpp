@@ -1,0 +1,239 @@
+// The arithmetic, as plain loops. CMake compiles this one file once per instruction set and the compiler makes the
+// vectors.
+//
+// Note [The same bits everywhere]
+// Each fp32 operation below is rounded on its own: -ffp-contract=off keeps a*b+c from becoming one fused operation
+// where the processor has one, and division and square root are the exact IEEE ones. -fno-math-errno and
+// -fno-trapping-math change no value; they only let sqrt and the selects become vector instructions. Nothing here
+// depends on the width of a vector: elements do not meet each other, and sums have 32 fixed lanes.
+//
+// Note [No includes]
+// Only <cstddef> and <cstdint>, and everything has internal linkage: an inline function from another header would
+// be emitted here with wide instructions, and the linker may pick that copy for a processor that cannot run it.
+#include "kernels.h"
+
+#if !defined(OFFLOAD_KERNELS) || !defined(OFFLOAD_KERNELS_NAME)
+#error "compile with -DOFFLOAD_KERNELS=<symbol> -DOFFLOAD_KERNELS_NAME=\"<name>\""
+#endif
+
+#define OFFLOAD_RESTRICT __restrict__
+
+namespace {
+
+using std::size_t;
+using std::uint16_t;
+using std::uint32_t;
+
+inline uint32_t bits_of(float x) {
+  uint32_t u;
+  __builtin_memcpy(&u, &x, sizeof u);
+  return u;
+}
+
+inline float float_of(uint32_t u) {
+  float x;
+  __builtin_memcpy(&x, &u, sizeof x);
+  return x;
+}
+
+// How a type is stored and what it means. Conversions are free of branches, round to nearest even and keep
+// NaN, infinities, signed zeros and subnormal numbers.
+struct F32 {
+  using Stored = float;
+  static float load(float x) { return x; }
+  static float store(float x) { return x; }
+};
+
+struct BF16 {  // the upper half of an fp32
+  using Stored = uint16_t;
+  static float load(uint16_t h) { return float_of(static_cast<uint32_t>(h) << 16); }
+  static uint16_t store(float x) {
+    const uint32_t u = bits_of(x);
+    // Half of the last kept place, less one when the kept part is even, carries into it. A NaN must not be carried
+    // into an infinity: it keeps its upper half and becomes quiet.
+    const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    const uint32_t quiet = (u >> 16) | 0x40u;
+    return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+  }
+};
+
+struct F16 {  // 1 sign, 5 exponent (bias 15), 10 fraction bits
+  using Stored = uint16_t;
+  static float load(uint16_t h) {
+    const uint32_t sign = (static_cast<uint32_t>(h) & 0x8000u) << 16;
+    const uint32_t magnitude = static_cast<uint32_t>(h) & 0x7fffu;
+    // Normal: shift into place and rebias by 127 - 15. Infinity, NaN: the exponent becomes 255 instead of 143.
+    // Subnormal: put the fraction behind a 2^-14 (exponent field 113) and take that one away again; exact.
+    const uint32_t normal = (magnitude << 13) + (112u << 23);
+    const uint32_t special = normal + (112u << 23);
+    const uint32_t subnormal = bits_of(float_of((magnitude << 13) + (113u << 23)) - float_of(113u << 23));
+    uint32_t u = magnitude < 0x0400u ? subnormal : normal;
+    u = magnitude >= 0x7c00u ? special : u;
+    return float_of(u | sign);
+  }
+  static uint16_t store(float x) {
+    const uint32_t u = bits_of(x);
+    const uint32_t sign = (u >> 16) & 0x8000u;
+    const uint32_t magnitude = u & 0x7fffffffu;
+    // Normal: rebias, then round as in BF16::store; a carry out of the largest finite value gives infinity.
+    const uint32_t normal = (magnitude - (112u << 23) + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
+    // Subnormal (below 2^-14): adding 0.5, whose last fraction bit is worth 2^-24, makes the processor round there.
+    const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+    uint32_t h = magnitude < (113u << 23) ? subnormal : normal;
+    h = magnitude >= (143u << 23) ? 0x7c00u : h;                                  // 65536 and above
+    h = magnitude > 0x7f800000u ? (0x7e00u | ((magnitude >> 13) & 0x03ffu)) : h;  // NaN
+    return static_cast<uint16_t>(h | sign);
+  }
+};
+
+struct Nothing {  // no copy of the new weights is wanted
+  using Stored = uint16_t;
+};
+
+template <class Out>
+inline void put(typename Out::Stored* out, size_t i, float x) {
+  out[i] = Out::store(x);
+}
+template <>
+inline void put<Nothing>(uint16_t*, size_t, float) {}
+
+template <class Param, class Grad, class Out, bool decoupled>
+void adam_loop(const offload_adam_args& a, size_t begin, size_t end) {
+  typename Param::Stored* OFFLOAD_RESTRICT param = static_cast<typename Param::Stored*>(a.param);
+  const typename Grad::Stored* OFFLOAD_RESTRICT grad = static_cast<const typename Grad::Stored*>(a.grad);
+  float* OFFLOAD_RESTRICT exp_avg = a.exp_avg;
+  float* OFFLOAD_RESTRICT exp_avg_sq = a.exp_avg_sq;
+  typename Out::Stored* OFFLOAD_RESTRICT out = static_cast<typename Out::Stored*>(a.out);
+  const float grad_scale = a.grad_scale, decay = a.decay;
+  const float beta1 = a.beta1, one_minus_beta1 = a.one_minus_beta1;
+  const float beta2 = a.beta2, one_minus_beta2 = a.one_minus_beta2;
+  const float inv_sqrt_bias2 = a.inv_sqrt_bias2, eps = a.eps, step_size = a.step_size;
+
+  for (size_t i = begin; i < end; ++i) {
+    float p = Param::load(param[i]);
+    float g = Grad::load(grad[i]) * grad_scale;
+    if (decoupled) {
+      p = p * decay;
+    } else {
+      g = g + p * decay;
+    }
+    const float m = exp_avg[i] * beta1 + g * one_minus_beta1;
+    const float v = exp_avg_sq[i] * beta2 + (g * g) * one_minus_beta2;
+    const float d = __builtin_sqrtf(v) * inv_sqrt_bias2 + eps;
+    p = p - step_size * (m / d);
+    exp_avg[i] = m;
+    exp_avg_sq[i] = v;
+    param[i] = Param::store(p);
+    put<Out>(out, i, p);
+  }
+}
+
+template <class Param, class Grad, class Out>
+bool adam_decay(const offload_adam_args& a, size_t begin, size_t end) {
+  if (a.decoupled) {
+    adam_loop<Param, Grad, Out, true>(a, begin, end);
+  } else {
+    adam_loop<Param, Grad, Out, false>(a, begin, end);
+  }
+  return true;
+}
+
+template <class Param, class Out>
+bool adam_grad(const offload_adam_args& a, size_t begin, size_t end) {
+  switch (a.grad_dtype) {
+    case OFFLOAD_F32:
+      return adam_decay<Param, F32, Out>(a, begin, end);
+    case OFFLOAD_BF16:
+      return adam_decay<Param, BF16, Out>(a, begin, end);
+    case OFFLOAD_F16:
+      return adam_decay<Param, F16, Out>(a, begin, end);
+    default:
+      return false;
+  }
+}
+
+bool adam(const offload_adam_args& a, size_t begin, size_t end) {
+  if (a.param_dtype == OFFLOAD_F32) {
+    switch (a.out_dtype) {
+      case OFFLOAD_NONE:
+        return adam_grad<F32, Nothing>(a, begin, end);
+      case OFFLOAD_F32:
+        return adam_grad<F32, F32>(a, begin, end);
+      case OFFLOAD_BF16:
+        return adam_grad<F32, BF16>(a, begin, end);
+      case OFFLOAD_F16:
+        return adam_grad<F32, F16>(a, begin, end);
+      default:
+        return false;
+    }
+  }
+  if (a.out_dtype != OFFLOAD_NONE) return false;
+  if (a.param_dtype == OFFLOAD_BF16) return adam_grad<BF16, Nothing>(a, begin, end);
+  if (a.param_dtype == OFFLOAD_F16) return adam_grad<F16, Nothing>(a, begin, end);
+  return false;
+}
+
+// Element i of a block goes to lane i % 32; each lane is added up in order, then the lanes are folded in halves.
+// Missing elements of the last block count as zeros, which change no sum.
+constexpr size_t kLanes = 32;
+
+template <class T>
+void sum_squares_blocks(const typename T::Stored* OFFLOAD_RESTRICT x, size_t n, double* OFFLOAD_RESTRICT blocks) {
+  for (size_t start = 0, block = 0; start < n; start += offload::kBlock, ++block) {
+    const size_t size = n - start < offload::kBlock ? n - start : offload::kBlock;
+    const size_t rows = size / kLanes;
+    double lane[kLanes] = {};
+    for (size_t row = 0; row < rows; ++row) {
+      const typename T::Stored* OFFLOAD_RESTRICT at = x + start + row * kLanes;
+      for (size_t j = 0; j < kLanes; ++j) {
+        const double value = static_cast<double>(T::load(at[j]));
+        lane[j] += value * value;
+      }
+    }
+    for (size_t j = 0; j < size % kLanes; ++j) {
+      const double value = static_cast<double>(T::load(x[start + rows * kLanes + j]));
+      lane[j] += value * value;
+    }
+    for (size_t half = kLanes / 2; half > 0; half /= 2) {
+      for (size_t j = 0; j < half; ++j) lane[j] += lane[j + half];
+    }
+    blocks[block] = lane[0];
+  }
+}
+
+bool sum_squares(const void* x, std::int32_t dtype, size_t n, double* blocks) {
+  switch (dtype) {
+    case OFFLOAD_F32:
+      sum_squares_blocks<F32>(static_cast<const float*>(x), n, blocks);
+      return true;
+    case OFFLOAD_BF16:
+      sum_squares_blocks<BF16>(static_cast<const uint16_t*>(x), n, blocks);
+      return true;
+    case OFFLOAD_F16:
+      sum_squares_blocks<F16>(static_cast<const uint16_t*>(x), n, blocks);
+      return true;
+    default:
+      return false;
+  }
+}
+
+void traffic(const offload::TrafficArgs& a, size_t begin, size_t end) {
+  float* OFFLOAD_RESTRICT param = a.param;
+  const uint16_t* OFFLOAD_RESTRICT grad = a.grad;
+  float* OFFLOAD_RESTRICT exp_avg = a.exp_avg;
+  float* OFFLOAD_RESTRICT exp_avg_sq = a.exp_avg_sq;
+  uint16_t* OFFLOAD_RESTRICT out = a.out;
+  for (size_t i = begin; i < end; ++i) {
+    const float g = BF16::load(grad[i]);
+    param[i] += g;
+    exp_avg[i] += g;
+    exp_avg_sq[i] += g;
+    out[i] = grad[i];
+  }
+}
+
+}  // namespace
+
+namespace offload {
+extern const Kernels OFFLOAD_KERNELS = {OFFLOAD_KERNELS_NAME, adam, sum_squares, traffic};
+}  // namespace offload

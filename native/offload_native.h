@@ -1,0 +1,126 @@
+// The native core's whole interface: plain C, no Python, no torch.
+//
+// Every function that can fail returns 0 or a negative errno value; offload_error_text() says it in words.
+// No function throws, and none keeps a pointer after it returned, except offload_aio_submit(), which keeps the
+// buffer until the request has completed.
+#ifndef OFFLOAD_NATIVE_H
+#define OFFLOAD_NATIVE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define OFFLOAD_API __attribute__((visibility("default")))
+#else
+#define OFFLOAD_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Raised whenever a struct or a signature below changes; the binding refuses any other number.
+#define OFFLOAD_ABI 1
+OFFLOAD_API int32_t offload_abi(void);
+
+// A short English text for a code returned by a function below. Never NULL; the text is static or thread-local.
+OFFLOAD_API const char* offload_error_text(int32_t code);
+
+// ---- instruction sets -------------------------------------------------------------------------------------------
+
+// How many of the compiled instruction sets this processor can run, and their names, fastest first
+// ("avx512", "avx2", "baseline"; "neon"). A kernel takes the index. NULL for an index out of range.
+OFFLOAD_API int32_t offload_isa_count(void);
+OFFLOAD_API const char* offload_isa_name(int32_t index);
+
+// ---- arithmetic -------------------------------------------------------------------------------------------------
+
+enum { OFFLOAD_NONE = 0, OFFLOAD_F32 = 1, OFFLOAD_BF16 = 2, OFFLOAD_F16 = 3 };
+
+// One update of Adam (decoupled = 0, L2 decay) or AdamW (decoupled = 1) over n elements. In this order, every
+// operation rounded to fp32 on its own, so that all instruction sets give the same bits:
+//
+//   g = float(grad) * grad_scale
+//   decoupled:      p = p * decay            (decay = 1 - lr * weight_decay)
+//   not decoupled:  g = g + p * decay        (decay = weight_decay)
+//   m = m * beta1 + g * one_minus_beta1
+//   v = v * beta2 + (g * g) * one_minus_beta2
+//   d = sqrt(v) * inv_sqrt_bias2 + eps
+//   p = p - step_size * (m / d)
+//
+// param holds fp32 masters, or bf16/fp16 weights without a master. With fp32 masters, out (or NULL) receives the
+// new weights rounded to nearest even. Buffers must not overlap.
+typedef struct offload_adam_args {
+  void* param;
+  const void* grad;
+  float* exp_avg;
+  float* exp_avg_sq;
+  void* out;
+  uint64_t n;
+  int32_t param_dtype;
+  int32_t grad_dtype;
+  int32_t out_dtype;
+  int32_t decoupled;
+  float grad_scale;
+  float decay;
+  float beta1;
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float inv_sqrt_bias2;
+  float eps;
+  float step_size;
+} offload_adam_args;
+
+// threads: how many threads may work on the call, the caller included (>= 1).
+OFFLOAD_API int32_t offload_adam(const offload_adam_args* args, int32_t isa, int32_t threads);
+
+// Sum of squares in double. The order of the additions depends on n alone. Not finite exactly when x is not.
+OFFLOAD_API int32_t offload_sum_squares(const void* x, int32_t dtype, uint64_t n, int32_t isa, int32_t threads,
+                                        double* result);
+
+// Moves the memory that offload_adam moves (reads grad, param and both moments; writes param, both moments and out;
+// 28 B per element for a bf16 grad and a bf16 out) and computes next to nothing: the limit for benchmarks.
+// grad and out hold 16-bit values.
+OFFLOAD_API int32_t offload_traffic(float* param, const uint16_t* grad, float* exp_avg, float* exp_avg_sq,
+                                    uint16_t* out, uint64_t n, int32_t isa, int32_t threads);
+
+// ---- asynchronous file I/O --------------------------------------------------------------------------------------
+
+enum { OFFLOAD_AIO_THREADS = 0, OFFLOAD_AIO_URING = 1 };
+
+typedef struct offload_aio_completion {
+  uint64_t nbytes;   // bytes moved
+  int64_t start_ns;  // CLOCK_MONOTONIC when the first piece was started
+  int64_t end_ns;    // CLOCK_MONOTONIC when the last piece ended
+  int32_t error;     // 0 or an errno value; EIO with nbytes short of the request: a read met the end of the file
+  int32_t reserved;
+} offload_aio_completion;
+
+// 0 when io_uring works here; else a negative errno value, with what failed in text (size bytes).
+OFFLOAD_API int32_t offload_aio_probe_uring(char* text, size_t size);
+
+// Opens an engine. workers: threads of OFFLOAD_AIO_THREADS. depth: pieces in flight of OFFLOAD_AIO_URING.
+OFFLOAD_API int32_t offload_aio_open(int32_t backend, int32_t workers, int32_t depth, int64_t* engine);
+
+// Queues one request and returns at once. It is moved in pieces of piece bytes (0: 4 MiB) that several workers or queue
+// entries work on; no system call moves more than max_call bytes (0: 1 GiB).
+OFFLOAD_API int32_t offload_aio_submit(int64_t engine, int32_t write, int32_t fd, void* buffer, uint64_t nbytes,
+                                       uint64_t offset, uint64_t piece, uint64_t max_call, int64_t* id);
+
+// 1 when request id has completed, 0 when not, -ENOENT when there is none.
+OFFLOAD_API int32_t offload_aio_done(int64_t engine, int64_t id);
+
+// Waits for request id, at most timeout_ns (negative: for ever), and forgets it. -ETIMEDOUT: it is still running.
+// Several threads may wait for one request: all of them get the result.
+OFFLOAD_API int32_t offload_aio_wait(int64_t engine, int64_t id, int64_t timeout_ns, offload_aio_completion* result);
+
+// Finishes every queued request, ends the threads and frees the engine with its results. Other threads that wait
+// inside it get theirs first.
+OFFLOAD_API int32_t offload_aio_close(int64_t engine);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // OFFLOAD_NATIVE_H

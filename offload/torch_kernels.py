@@ -1,0 +1,139 @@
+"""The arithmetic of the native core in torch and NumPy: what runs where the native core was not built.
+
+Bit for bit the same results as `native/kernels.cpp`, because every fp32 operation is a torch operation of its own
+(no `alpha=`, `addcmul_` or `lerp_`, which may fuse a product and a sum), in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+# Elements worked on at a time: temporaries of 1 MiB stay in the cache and never count against a budget.
+_CHUNK = 1 << 18
+
+# Shape of the sum of squares, as in native/kernels.h and kernels.cpp.
+_BLOCK = 4096
+_LANES = 32
+
+
+@dataclass(frozen=True)
+class AdamScalars:
+    """The numbers one update needs, each computed in double precision and rounded once to fp32."""
+
+    grad_scale: float
+    decay: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    inv_sqrt_bias2: float
+    eps: float
+    step_size: float
+
+
+def adam_scalars(
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    grad_scale: float,
+) -> AdamScalars:
+    """Scalars of update number `step` (the first is 1). Raises ValueError for what Adam does not define."""
+    beta1, beta2 = float(betas[0]), float(betas[1])
+    if step < 1:
+        raise ValueError(f"step counts from 1, got {step}")
+    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not (math.isfinite(value) and value >= 0.0):
+            raise ValueError(f"{name} must be a finite number >= 0, got {value}")
+    lr, weight_decay = float(lr), float(weight_decay)
+    return AdamScalars(
+        grad_scale=_f32(grad_scale),
+        decay=_f32(1.0 - lr * weight_decay) if decoupled else _f32(weight_decay),
+        beta1=_f32(beta1),
+        one_minus_beta1=_f32(1.0 - beta1),
+        beta2=_f32(beta2),
+        one_minus_beta2=_f32(1.0 - beta2),
+        inv_sqrt_bias2=_f32(1.0 / math.sqrt(1.0 - beta2**step)),
+        eps=_f32(eps),
+        step_size=_f32(lr / (1.0 - beta1**step)),
+    )
+
+
+def _f32(x: float) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.float32(x))
+
+
+@torch.no_grad()
+def adamw_(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    scalars: AdamScalars,
+    *,
+    decoupled: bool,
+    out: torch.Tensor | None = None,
+) -> None:
+    """`offload.native.adamw_` after its checks; the same tensors, all contiguous and on the CPU."""
+    flat = [t.detach().view(-1) for t in (param, grad, exp_avg, exp_avg_sq)]
+    flat_out = None if out is None else out.detach().view(-1)
+    for begin in range(0, param.numel(), _CHUNK):
+        part = slice(begin, min(begin + _CHUNK, param.numel()))
+        p, g, m, v = (t[part] for t in flat)
+        new = _update(p, g, m, v, scalars, decoupled)
+        if flat_out is not None:
+            flat_out[part].copy_(new)
+
+
+def _update(
+    param: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, s: AdamScalars, decoupled: bool
+) -> torch.Tensor:
+    """Updates one chunk in place and returns its new weights."""
+    p = param.float()  # the tensor itself when it is fp32
+    g = grad.float() * s.grad_scale
+    if decoupled:
+        p.mul_(s.decay)
+    else:
+        g.add_(p * s.decay)
+    m.mul_(s.beta1).add_(g * s.one_minus_beta1)
+    v.mul_(s.beta2).add_((g * g).mul_(s.one_minus_beta2))
+    d = v.sqrt().mul_(s.inv_sqrt_bias2).add_(s.eps)
+    p.sub_((m / d).mul_(s.step_size))
+    if p.data_ptr() != param.data_ptr():
+        param.copy_(p)
+    return param
+
+
+@torch.no_grad()
+def sum_squares(x: torch.Tensor) -> float:
+    """Sum of squares of `x` in double; the order of the additions is that of the native core."""
+    flat = x.detach().view(-1)
+    partial = [_block_sums(flat[at : at + _CHUNK]) for at in range(0, flat.numel(), _CHUNK)]
+    if not partial:
+        return 0.0
+    return float(np.add.accumulate(np.concatenate(partial))[-1])  # accumulate adds strictly from left to right
+
+
+def _block_sums(chunk: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    blocks = -(-chunk.numel() // _BLOCK)
+    padded = torch.zeros(blocks * _BLOCK, dtype=torch.float64)
+    padded[: chunk.numel()].copy_(chunk)
+    padded.mul_(padded)
+    rows = padded.view(blocks, _BLOCK // _LANES, _LANES)
+    lanes = torch.zeros(blocks, _LANES, dtype=torch.float64)
+    for row in range(min(rows.shape[1], -(-chunk.numel() // _LANES))):
+        lanes.add_(rows[:, row])
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes.view(-1).numpy()

@@ -170,7 +170,7 @@ class WrapConfig:
 def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
-            values = tomllib.load(file)
+            values: dict[str, Any] = tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {os.fspath(path)}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -229,7 +229,7 @@ def _swap_dirs(value: object) -> tuple[Path, ...]:
 
 def _dtype(name: str, value: object) -> torch.dtype | None:
     if value is None or (isinstance(value, torch.dtype) and value in DTYPES.values()):
-        return value  # type: ignore[return-value]  # narrowed by the line above
+        return value
     found = DTYPES.get(value.lower().removeprefix("torch.")) if isinstance(value, str) else None
     if found is None:
         raise ConfigError(f"expected {name} to be None or one of {_listed(DTYPES)}, found {value!r}")
@@ -238,7 +238,7 @@ def _dtype(name: str, value: object) -> torch.dtype | None:
 
 def _device(value: object) -> str | None:
     if value is None or (isinstance(value, str) and value):
-        return value  # type: ignore[return-value]  # narrowed by the line above
+        return value
     if isinstance(value, torch.device):
         return str(value)
     raise ConfigError(f"expected device to be None or a name such as 'cuda:0' or 'cpu', found {value!r}")

@@ -1,0 +1,134 @@
+"""Choosing an I/O backend, and whole files through it.
+
+The order of preference is io_uring, threads, aiofiles: each is there for machines on which the one before it does
+not work. OFFLOAD_IO forces one; one that is forced and does not work is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import NamedTuple
+
+import torch
+
+from offload import native
+from offload.errors import ConfigError, SwapError
+from offload.storage.io_aiofiles import AiofilesBackend
+from offload.storage.io_base import IoBackend
+from offload.storage.io_native import NativeBackend
+from offload.trace import Lanes
+
+__all__ = ["BACKENDS", "BackendReport", "IoBackend", "backend_report", "open_backend", "read_file", "write_file"]
+
+BACKENDS = ("uring", "threads", "aiofiles")
+"""Names of the backends, the preferred one first."""
+
+
+class BackendReport(NamedTuple):
+    """What `open_backend` takes when nothing is forced, or what OFFLOAD_IO forces."""
+
+    chosen: str
+    reason: str  # why not one that is preferred; "" where it is the first choice
+
+
+def open_backend(name: str | None = None, *, lanes: Lanes | None = None) -> IoBackend:
+    """A backend by `name`, by the environment variable OFFLOAD_IO, or the best one that works here.
+
+    Raises:
+        ConfigError: an unknown name, or a backend that does not work on this machine (with the reason).
+    """
+    if name is None:
+        name = backend_report().chosen
+    else:
+        _check(name, "the I/O backend")
+    if name == "aiofiles":
+        return AiofilesBackend(lanes)
+    return NativeBackend("uring" if name == "uring" else "threads", lanes)
+
+
+def backend_report() -> BackendReport:
+    """Which backend is used, and why not a better one."""
+    forced = os.environ.get("OFFLOAD_IO", "")
+    if forced:
+        _check(forced, "OFFLOAD_IO")
+        return BackendReport(forced, "" if forced == BACKENDS[0] else "forced by OFFLOAD_IO")
+    reasons: list[str] = []
+    for name in BACKENDS:
+        reason = why_not(name)
+        if not reason:
+            return BackendReport(name, "; ".join(reasons))
+        if reason not in reasons:
+            reasons.append(reason)
+    raise AssertionError("aiofiles always works")
+
+
+def why_not(name: str) -> str:
+    """Why backend `name` does not work on this machine; "" if it does."""
+    if name == "aiofiles":
+        return ""
+    if not native.available():
+        return f"no native core: {native.reason()}"
+    if not hasattr(native, "Aio"):
+        return "no native I/O"
+    return _why_not_uring() if name == "uring" else ""
+
+
+@functools.cache
+def _why_not_uring() -> str:
+    reason = native.probe_uring()
+    return f"no io_uring: {reason}" if reason else ""
+
+
+def _check(name: str, what: str) -> None:
+    if name not in BACKENDS:
+        raise ConfigError(f"expected {what} to be one of {', '.join(BACKENDS)}, found {name!r}")
+    reason = why_not(name)
+    if reason:
+        works = [other for other in BACKENDS if not why_not(other)]
+        raise ConfigError(f"{what} is {name!r}, which does not work here ({reason}); choose from {', '.join(works)}")
+
+
+def write_file(path: str | os.PathLike[str], tensor: torch.Tensor) -> None:
+    """Make (or replace the contents of) the file `path` from the bytes of `tensor`: any dtype, shape and size.
+
+    Through the page cache, not synced.
+
+    Raises:
+        SwapError: naming the file, and the system's error.
+    """
+    data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    _whole_file(path, data, True, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+
+
+def read_file(path: str | os.PathLike[str], tensor: torch.Tensor) -> torch.Tensor:
+    """Fill `tensor` (contiguous, on the CPU) from the beginning of the file `path`, and return it.
+
+    Raises:
+        SwapError: naming the file, and the system's error; EIO when the file is shorter than the tensor.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError("expected a contiguous tensor on the CPU; pass torch.empty(shape, dtype=...)")
+    _whole_file(path, tensor.detach().reshape(-1).view(torch.uint8), False, os.O_RDONLY)
+    return tensor
+
+
+def _whole_file(path: str | os.PathLike[str], data: torch.Tensor, write: bool, flags: int) -> None:
+    operation = "write" if write else "read"
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        try:
+            with open_backend() as backend:
+                (backend.write if write else backend.read)(fd, data, 0).wait()
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise SwapError(
+            f"cannot {operation} the file {os.fspath(path)}: {error.strerror}",
+            directory=os.path.dirname(os.path.abspath(path)),
+            filename=path,
+            operation=operation,
+            offset=0,
+            length=data.numel(),
+            errno=error.errno,
+        ) from error

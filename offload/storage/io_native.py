@@ -1,0 +1,95 @@
+"""I/O by the native core: io_uring, or a pool of threads that call pread and pwrite."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from typing import Literal
+
+import torch
+
+from offload import native
+from offload.storage.io_base import MAX_CALL, IoBackend
+from offload.storage.ticket import Ticket
+from offload.trace import Lane, Lanes
+
+__all__ = ["NativeBackend", "NativeTicket"]
+
+
+class NativeTicket(Ticket):
+    """One request of the native core. The core forgets a request once its outcome has been asked for; we keep it."""
+
+    def __init__(self, aio: native.Aio, request: int, nbytes: int, lane: Lane | None) -> None:
+        self._aio = aio
+        self._request = request
+        self._nbytes = nbytes
+        self._lane = lane
+        self._lock = threading.Lock()
+        self._ended = False
+        self._error: OSError | None = None
+
+    def done(self) -> bool:
+        if self._ended:
+            return True
+        if not self._lock.acquire(blocking=False):
+            return False  # another thread is waiting for it
+        try:
+            if not self._ended and self._aio.done(self._request):
+                self._collect()
+            return self._ended
+        finally:
+            self._lock.release()
+
+    def wait(self) -> None:
+        self.finish()
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+
+    def finish(self) -> None:
+        """Block until the transfer has ended, however it ends."""
+        if not self._ended:
+            with self._lock:
+                if not self._ended:
+                    self._collect()
+
+    def _collect(self) -> None:
+        completion = self._aio.wait(self._request, None)
+        if completion.error:
+            self._error = OSError(
+                completion.error,
+                f"{os.strerror(completion.error)} after {completion.nbytes} of {self._nbytes} bytes",
+            )
+        elif self._lane is not None:
+            self._lane.record(completion.start_ns, completion.end_ns, self._nbytes)
+        self._ended = True
+
+
+class NativeBackend(IoBackend):
+    """`name` is "uring" or "threads"."""
+
+    def __init__(self, name: Literal["uring", "threads"], lanes: Lanes | None = None) -> None:
+        super().__init__(lanes)
+        self.name = name
+        self._aio = native.Aio(name)
+        self._open: deque[NativeTicket] = deque()
+        self._open_lock = threading.Lock()
+
+    def _submit(
+        self, write: bool, fd: int, buffer: torch.Tensor, offset: int, max_piece: int, lane: Lane | None
+    ) -> Ticket:
+        # The native core splits at its own size; 0 leaves that alone.
+        request = self._aio.submit(write, fd, buffer, offset, max_piece=0 if max_piece >= MAX_CALL else max_piece)
+        ticket = NativeTicket(self._aio, request, buffer.numel(), lane)
+        with self._open_lock:
+            self._open.append(ticket)
+            while self._open and self._open[0].done():  # what nobody waits for must not pile up
+                self._open.popleft()
+        return ticket
+
+    def _close(self) -> None:
+        with self._open_lock:
+            tickets, self._open = tuple(self._open), deque()
+        for ticket in tickets:
+            ticket.finish()
+        self._aio.close()

@@ -1,0 +1,283 @@
+"""Swap space: extents of bytes in unnamed files, over one or more directories.
+
+A caller orders its own transfers: it waits for a write before it reads the same bytes. What it frees is not given to
+anybody else before every transfer on it has ended.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from offload.errors import SwapError
+from offload.sizes import PAGE, round_up
+from offload.storage.disk import spread
+from offload.storage.extents import FreeList
+from offload.storage.io_base import IoBackend, check_buffer
+from offload.storage.swapfile import SwapFile
+from offload.storage.swapio import SwapTicket
+from offload.storage.ticket import AllTickets, DoneTicket, Ticket
+from offload.trace import Lanes
+
+__all__ = ["Extent", "Piece", "SwapSpace"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive bytes of one swap file."""
+
+    file: int  # index of the directory
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Bytes allocated from a `SwapSpace`: `nbytes`, a multiple of 4096, in one or more pieces."""
+
+    key: int
+    nbytes: int
+    pieces: tuple[Piece, ...]
+
+
+class SwapSpace:
+    """One unnamed file in each of `directories`, handed out in extents. Usable from any thread.
+
+    The backend stays the caller's to close, after the swap space. Transfers are counted on the lanes "nvme_read" and
+    "nvme_write" of `lanes`.
+
+    Raises:
+        SwapError: no directory, or one that cannot be made or written to.
+    """
+
+    def __init__(self, directories: Sequence[str | Path], backend: IoBackend, lanes: Lanes | None = None) -> None:
+        if isinstance(directories, (str, os.PathLike)):
+            directories = [directories]
+        if not directories:
+            raise SwapError("no swap directory given; name at least one in swap_dirs", operation="open")
+        self.lanes = lanes if lanes is not None else Lanes()
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._files: list[SwapFile] = []
+        self._free: list[FreeList] = []
+        self._live: dict[int, list[SwapTicket]] = {}  # extent -> its transfers that may be under way
+        self._draining: list[tuple[Extent, list[SwapTicket]]] = []  # freed, but with transfers under way
+        self._next_key = 0
+        self._used = 0
+        self._closed = False
+        try:
+            for directory in directories:
+                self._files.append(SwapFile(Path(directory), backend))
+                self._free.append(FreeList())
+        except SwapError:
+            self.close()
+            raise
+
+    # --- space, in the order of a run: reserve, allocate, free, close
+
+    def reserve(self, nbytes: int) -> None:
+        """Reserve `nbytes` more on the disks now, spread over the directories, so that nothing can fail for want of
+        room later.
+
+        Raises:
+            SwapError: with `needed` and `free`; nothing has changed then.
+        """
+        with self._lock:
+            self._check_open()
+            self._grow(round_up(nbytes))
+
+    def allocate(self, nbytes: int) -> Extent:
+        """An extent of `nbytes`, rounded up to a multiple of 4096; its contents are undefined.
+
+        Takes what is reserved and free; reserves only what is missing.
+
+        Raises:
+            SwapError: with `needed` and `free`; nothing has changed then.
+        """
+        if nbytes < 0:
+            raise ValueError(f"expected a number of bytes, found {nbytes}")
+        nbytes = round_up(nbytes)
+        with self._lock:
+            self._check_open()
+            self._collect_drained()
+            missing = nbytes - sum(free.total for free in self._free)
+            if missing > 0 and self._draining:
+                self._collect_drained(wait=True)
+                missing = nbytes - sum(free.total for free in self._free)
+            if missing > 0:
+                self._grow(missing)
+            extent = Extent(self._next_key, nbytes, self._take(nbytes))
+            self._next_key += 1
+            self._live[extent.key] = []
+            self._used += nbytes
+            return extent
+
+    def free(self, extent: Extent) -> None:
+        """Give an extent back. It is reused when the transfers on it have ended."""
+        with self._lock:
+            self._check_open()
+            tickets = self._live.pop(self._known(extent))
+            self._used -= extent.nbytes
+            self._draining.append((extent, tickets))
+            self._collect_drained()
+
+    def close(self) -> None:
+        """Wait for all transfers, then close the files, which frees their space. May be called twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for tickets in (*self._live.values(), *(tickets for _, tickets in self._draining)):
+                _settle(tickets)
+            self._live.clear()
+            self._draining.clear()
+            for file in self._files:
+                file.close()
+
+    def __enter__(self) -> SwapSpace:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # --- transfers
+
+    def read(self, extent: Extent, buffer: torch.Tensor, offset: int = 0) -> Ticket:
+        """Fill `buffer` from byte `offset` of `extent`.
+
+        Args:
+            buffer: uint8, contiguous, on the CPU; its address and length are multiples of 4096, and so is `offset`.
+
+        Raises:
+            ValueError: a buffer or offset that is not so, reaches beyond the extent, or an extent that was freed.
+            SwapError: out of the ticket, naming directory, file, offset, length and the system's error.
+        """
+        return self._transfer(False, extent, buffer, offset)
+
+    def write(self, extent: Extent, buffer: torch.Tensor, offset: int = 0) -> Ticket:
+        """Write `buffer` to byte `offset` of `extent`. Arguments and errors as for `read`."""
+        return self._transfer(True, extent, buffer, offset)
+
+    # --- what there is
+
+    @property
+    def used(self) -> int:
+        """Bytes in extents that were allocated and not freed."""
+        return self._used
+
+    @property
+    def reserved(self) -> int:
+        """Bytes reserved on the disks, in use or not."""
+        return sum(file.size for file in self._files)
+
+    @property
+    def direct(self) -> dict[str, bool]:
+        """For each directory, whether transfers bypass the page cache."""
+        return {str(file.directory): file.direct for file in self._files}
+
+    # --- within
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this swap space is closed")
+
+    def _known(self, extent: Extent) -> int:
+        if extent.key not in self._live:
+            raise ValueError(f"expected an extent of this swap space that was not freed, found {extent}")
+        return extent.key
+
+    def _grow(self, nbytes: int) -> None:
+        shares = spread(
+            nbytes,
+            [file.space() for file in self._files],
+            [file.device for file in self._files],
+            {file.device: file.device_space() for file in self._files},
+        )
+        if sum(shares) < nbytes:
+            raise SwapError(
+                f"not enough room for swap files in {', '.join(str(file.directory) for file in self._files)}; "
+                "free some space, add a directory to swap_dirs or lower the nvme budget",
+                directory=self._files[0].directory,
+                filename=self._files[0].name,
+                operation="reserve",
+                length=nbytes,
+                errno=errno.ENOSPC,
+                needed=nbytes,
+                free=sum(shares),
+            )
+        before = [file.size for file in self._files]
+        try:
+            for file, share in zip(self._files, shares, strict=True):
+                if share:
+                    file.grow(share)
+        except SwapError:
+            for file, size in zip(self._files, before, strict=True):
+                if file.size > size:
+                    file.shrink(size)
+            raise
+        for free, size, share in zip(self._free, before, shares, strict=True):
+            free.give(size, share)
+
+    def _take(self, nbytes: int) -> tuple[Piece, ...]:
+        """Pieces of free space: one if a hole is large enough, from the file with the most room; else several."""
+        order = sorted(range(len(self._free)), key=lambda i: -self._free[i].total)
+        for file in order:
+            offset = self._free[file].take(nbytes) if nbytes else 0
+            if offset is not None:
+                return (Piece(file, offset, nbytes),) if nbytes else ()
+        pieces: list[Piece] = []
+        for file in order:
+            while nbytes and (some := self._free[file].take_some(nbytes)) is not None:
+                pieces.append(Piece(file, *some))
+                nbytes -= some[1]
+        return tuple(pieces)
+
+    def _collect_drained(self, wait: bool = False) -> None:
+        still: list[tuple[Extent, list[SwapTicket]]] = []
+        for extent, tickets in self._draining:
+            if wait or all(ticket.done() for ticket in tickets):
+                _settle(tickets)
+                for piece in extent.pieces:
+                    self._free[piece.file].give(piece.offset, piece.nbytes)
+            else:
+                still.append((extent, tickets))
+        self._draining = still
+
+    def _transfer(self, write: bool, extent: Extent, buffer: torch.Tensor, offset: int) -> Ticket:
+        check_buffer(buffer)
+        length = buffer.numel()
+        if buffer.data_ptr() % PAGE or length % PAGE or offset % PAGE:
+            raise ValueError(
+                f"expected address, length and offset to be multiples of {PAGE}, found address "
+                f"{buffer.data_ptr():#x}, length {length}, offset {offset}; use a staging buffer"
+            )
+        if not 0 <= offset <= offset + length <= extent.nbytes:
+            raise ValueError(f"bytes {offset} to {offset + length} are not within an extent of {extent.nbytes} bytes")
+        lane = self.lanes["nvme_write" if write else "nvme_read"]
+        with self._lock:
+            self._check_open()
+            under_way = self._live[self._known(extent)]
+            tickets: list[SwapTicket] = []
+            start = 0  # of the piece, within the extent
+            for piece in extent.pieces:
+                first, last = max(offset, start), min(offset + length, start + piece.nbytes)
+                if first < last:
+                    part = buffer[first - offset : last - offset]
+                    where = piece.offset + first - start
+                    tickets.append(SwapTicket(self._backend, self._files[piece.file], write, part, where, lane))
+                start += piece.nbytes
+            _settle(ticket for ticket in under_way if ticket.done())
+            under_way[:] = [ticket for ticket in under_way if not ticket.settled] + tickets
+        return tickets[0] if len(tickets) == 1 else AllTickets(tickets) if tickets else DoneTicket()
+
+
+def _settle(tickets: Iterable[SwapTicket]) -> None:
+    """Wait for transfers whose outcome is somebody else's to hear."""
+    for ticket in tickets:
+        ticket.settle()

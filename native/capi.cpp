@@ -18,15 +18,21 @@ const Kernels* kernels_at(int32_t isa) {
   return isa >= 0 && isa < sets.count ? sets.list[isa] : nullptr;
 }
 
-std::size_t item_size(int32_t dtype) { return dtype == OFFLOAD_F32 ? 4 : 2; }
+std::size_t item_size(int32_t dtype) {
+  return dtype == OFFLOAD_F32 ? 4 : 2;
+}
 
-bool is_dtype(int32_t dtype) { return dtype == OFFLOAD_F32 || dtype == OFFLOAD_BF16 || dtype == OFFLOAD_F16; }
+bool is_dtype(int32_t dtype) {
+  return dtype == OFFLOAD_F32 || dtype == OFFLOAD_BF16 || dtype == OFFLOAD_F16;
+}
 
 }  // namespace
 
 extern "C" {
 
-int32_t offload_abi(void) { return OFFLOAD_ABI; }
+int32_t offload_abi(void) {
+  return OFFLOAD_ABI;
+}
 
 const char* offload_error_text(int32_t code) {
   static thread_local char text[128];
@@ -38,7 +44,9 @@ const char* offload_error_text(int32_t code) {
   return Pick::of(strerror_r(code < 0 ? -code : code, text, sizeof text), text);
 }
 
-int32_t offload_isa_count(void) { return offload::runnable_sets().count; }
+int32_t offload_isa_count(void) {
+  return offload::runnable_sets().count;
+}
 
 const char* offload_isa_name(int32_t index) {
   const Kernels* kernels = kernels_at(index);

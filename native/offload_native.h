@@ -101,12 +101,12 @@ typedef struct offload_aio_completion {
 OFFLOAD_API int32_t offload_aio_probe_uring(char* text, size_t size);
 
 // Opens an engine. workers: threads of OFFLOAD_AIO_THREADS. depth: pieces in flight of OFFLOAD_AIO_URING.
-OFFLOAD_API int32_t offload_aio_open(int32_t backend, int32_t workers, int32_t depth, int64_t* engine);
+// piece: a request is moved in pieces of this many bytes (0: 4 MiB), several at a time; a multiple of 4096.
+OFFLOAD_API int32_t offload_aio_open(int32_t backend, int32_t workers, int32_t depth, uint64_t piece, int64_t* engine);
 
-// Queues one request and returns at once. It is moved in pieces of piece bytes (0: 4 MiB) that several workers or queue
-// entries work on; no system call moves more than max_call bytes (0: 1 GiB).
+// Queues one request and returns at once. No system call moves more than max_call bytes (0: 1 GiB, also the most).
 OFFLOAD_API int32_t offload_aio_submit(int64_t engine, int32_t write, int32_t fd, void* buffer, uint64_t nbytes,
-                                       uint64_t offset, uint64_t piece, uint64_t max_call, int64_t* id);
+                                       uint64_t offset, uint64_t max_call, int64_t* id);
 
 // 1 when request id has completed, 0 when not, -ENOENT when there is none.
 OFFLOAD_API int32_t offload_aio_done(int64_t engine, int64_t id);
@@ -115,9 +115,12 @@ OFFLOAD_API int32_t offload_aio_done(int64_t engine, int64_t id);
 // Several threads may wait for one request: all of them get the result.
 OFFLOAD_API int32_t offload_aio_wait(int64_t engine, int64_t id, int64_t timeout_ns, offload_aio_completion* result);
 
-// Finishes every queued request, ends the threads and frees the engine with its results. Other threads that wait
-// inside it get theirs first.
+// Refuses new requests, finishes those queued and ends the threads; the results can still be waited for. A second call
+// does nothing. A process made by fork() knows nothing of its parent's engines: -EBADF.
 OFFLOAD_API int32_t offload_aio_close(int64_t engine);
+
+// Closes the engine and frees it with all results nobody waited for.
+OFFLOAD_API int32_t offload_aio_free(int64_t engine);
 
 #ifdef __cplusplus
 }

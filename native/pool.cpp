@@ -105,7 +105,9 @@ class Pool {
 
 std::atomic<Pool*> the_pool{nullptr};
 
-void forget_pool() { the_pool.store(nullptr, std::memory_order_relaxed); }
+void forget_pool() {
+  the_pool.store(nullptr, std::memory_order_relaxed);
+}
 
 Pool& pool() {
   Pool* found = the_pool.load(std::memory_order_acquire);

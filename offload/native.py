@@ -1,4 +1,4 @@
-"""The native core as Python functions: the one file that uses ctypes.
+"""The native core as Python functions, and the same without it.
 
 Dtype, contiguity, length and device of every tensor are checked here, before a pointer leaves Python. Where the
 core was not built, the arithmetic is done by `torch_kernels` with the same bits, and `reason()` says why.
@@ -6,103 +6,48 @@ core was not built, the arithmetic is done by `torch_kernels` with the same bits
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
-import math
 import os
-from pathlib import Path
+from collections.abc import Collection
 from typing import Final
 
 import torch
 
 from offload import torch_kernels
+from offload.aio import Aio, probe_uring
+from offload.cpus import usable_cpus
+from offload.errors import ConfigError
+from offload.native_lib import Completion, Library, library, missing
 
-_ABI: Final = 1
-_LIBRARY_DIR: Final = Path(__file__).resolve().parent / "_lib"
+__all__ = [
+    "Aio",
+    "Completion",
+    "adamw_",
+    "available",
+    "isa",
+    "isas",
+    "probe_uring",
+    "reason",
+    "set_threads",
+    "sum_squares",
+    "threads",
+    "traffic_",
+]
+
 _FALLBACK: Final = "torch"
-_DTYPES: Final = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-
-
-class _AdamArgs(ctypes.Structure):
-    _fields_ = (
-        ("param", ctypes.c_void_p),
-        ("grad", ctypes.c_void_p),
-        ("exp_avg", ctypes.c_void_p),
-        ("exp_avg_sq", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("n", ctypes.c_uint64),
-        ("param_dtype", ctypes.c_int32),
-        ("grad_dtype", ctypes.c_int32),
-        ("out_dtype", ctypes.c_int32),
-        ("decoupled", ctypes.c_int32),
-        ("grad_scale", ctypes.c_float),
-        ("decay", ctypes.c_float),
-        ("beta1", ctypes.c_float),
-        ("one_minus_beta1", ctypes.c_float),
-        ("beta2", ctypes.c_float),
-        ("one_minus_beta2", ctypes.c_float),
-        ("inv_sqrt_bias2", ctypes.c_float),
-        ("eps", ctypes.c_float),
-        ("step_size", ctypes.c_float),
-    )
-
-
-# ---- the library --------------------------------------------------------------------------------------------------
+_NONE: Final = 0
+_DTYPES: Final = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # as in offload_native.h
 
 
 def available() -> bool:
     """Whether the native core was built and could be loaded."""
-    return _load()[0] is not None
+    return library() is not None
 
 
 def reason() -> str:
     """Why the native core is not in use; empty when it is."""
-    return _load()[1]
-
-
-@functools.lru_cache(maxsize=1)
-def _load() -> tuple[ctypes.CDLL | None, str]:
-    found = sorted(_LIBRARY_DIR.glob("liboffload_native.*"))
-    if not found:
-        return None, (
-            "the native core was not built: offload was installed without a working C++17 compiler and CMake; "
-            "install them, then reinstall offload (in a source tree: pip install -e .)"
-        )
-    try:
-        lib = ctypes.CDLL(str(found[0]))
-        abi = int(lib.offload_abi())
-    except (OSError, AttributeError) as error:
-        return None, f"the native core could not be loaded: {error}; reinstall offload on this machine"
-    if abi != _ABI:
-        return None, f"the native core {found[0]} is of interface {abi}, expected {_ABI}; reinstall offload"
-    _declare(lib)
-    return lib, ""
-
-
-def _declare(lib: ctypes.CDLL) -> None:
-    i32, i64, u64, p = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
-    text, size = ctypes.c_char_p, ctypes.c_size_t
-    for name, result, arguments in (
-        ("offload_error_text", text, (i32,)),
-        ("offload_isa_count", i32, ()),
-        ("offload_isa_name", text, (i32,)),
-        ("offload_adam", i32, (ctypes.POINTER(_AdamArgs), i32, i32)),
-        ("offload_sum_squares", i32, (p, i32, u64, i32, i32, ctypes.POINTER(ctypes.c_double))),
-        ("offload_traffic", i32, (p, p, p, p, p, u64, i32, i32)),
-    ):
-        function = getattr(lib, name)
-        function.restype, function.argtypes = result, arguments
-    del size, i64
-
-
-def _check(lib: ctypes.CDLL, code: int, what: str) -> None:
-    if code == 0:
-        return
-    text = lib.offload_error_text(code).decode(errors="replace")
-    if code == -12:  # ENOMEM
-        raise MemoryError(f"{what}: {text}")
-    raise OSError(-code, f"{what}: {text}")
+    return missing()
 
 
 # ---- instruction sets and threads ---------------------------------------------------------------------------------
@@ -110,10 +55,8 @@ def _check(lib: ctypes.CDLL, code: int, what: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _isas() -> tuple[str, ...]:
-    lib = _load()[0]
-    if lib is None:
-        return (_FALLBACK,)
-    return tuple(lib.offload_isa_name(i).decode() for i in range(lib.offload_isa_count()))
+    lib = library()
+    return (_FALLBACK,) if lib is None else lib.isas()
 
 
 def isas() -> list[str]:
@@ -122,18 +65,21 @@ def isas() -> list[str]:
 
 
 def isa() -> str:
-    """The instruction set in use: the fastest one, or what the environment variable OFFLOAD_ISA names."""
+    """The instruction set in use: the fastest one, or what the environment variable OFFLOAD_ISA names.
+
+    "torch" can always be asked for: the fallback without native code, with the same bits.
+    """
     forced = os.environ.get("OFFLOAD_ISA", "")
     return _known_isa(forced, "OFFLOAD_ISA") if forced else _isas()[0]
 
 
 def _known_isa(name: str, where: str) -> str:
-    # "torch" can always be asked for: it is the fallback, with the same bits.
     if name in _isas() or name == _FALLBACK:
         return name
-    why = f" ({reason()})" if reason() else ""
-    raise ValueError(
-        f"{where} is {name!r}, but this installation and processor can run {', '.join((*_isas(), _FALLBACK))}{why}; "
+    choices = dict.fromkeys((*_isas(), _FALLBACK))
+    why = f" ({missing()})" if missing() else ""
+    raise ConfigError(
+        f"{where} is {name!r}, but this installation on this processor has {', '.join(choices)}{why}; "
         f"choose one of them or leave {where} out"
     )
 
@@ -147,61 +93,22 @@ def threads() -> int:
         return _threads
     forced = os.environ.get("OFFLOAD_THREADS", "")
     if not forced:
-        return _usable_cpus()
+        return usable_cpus()
     if not forced.isascii() or not forced.isdigit() or int(forced) < 1:
-        raise ValueError(f"OFFLOAD_THREADS must be a whole number >= 1, got {forced!r}")
+        raise ConfigError(f"OFFLOAD_THREADS must be a whole number >= 1, got {forced!r}; correct it or leave it out")
     return int(forced)
 
 
 def set_threads(n: int | None) -> None:
     """Sets `threads()`; None goes back to the default. No result depends on it."""
     global _threads
-    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-        raise ValueError(f"expected a number of threads >= 1 or None, got {n!r}")
-    _threads = n
+    _threads = None if n is None else _thread_count(n)
 
 
-@functools.lru_cache(maxsize=1)
-def _usable_cpus() -> int:
-    try:
-        cpus = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        cpus = os.cpu_count() or 1
-    quota = _cpu_quota()
-    return max(1, cpus if math.isinf(quota) else min(cpus, math.ceil(quota)))
-
-
-def _cpu_quota() -> float:
-    """CPUs that the control groups of this process grant; infinity when they set no limit."""
-    root = Path("/sys/fs/cgroup")
-    quota = math.inf
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return quota
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2: cpu.max holds "quota period" or "max period"
-            base, files = root, ("cpu.max",)
-        elif "cpu" in controllers.split(","):
-            base, files = root / "cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        else:
-            continue
-        leaf = base / path.strip("/")
-        for folder in (leaf, *leaf.parents):
-            quota = min(quota, _quota_in(folder, files))
-            if folder == base:
-                break
-    return quota
-
-
-def _quota_in(folder: Path, files: tuple[str, ...]) -> float:
-    try:
-        words = " ".join((folder / name).read_text() for name in files).split()
-        limit, period = float(words[0]), float(words[1])
-    except (OSError, ValueError, IndexError):  # no such group from here, or "max"
-        return math.inf
-    return limit / period if limit > 0 and period > 0 else math.inf
+def _thread_count(n: int) -> int:
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ConfigError(f"expected a number of threads >= 1, got {n!r}")
+    return n
 
 
 # ---- arithmetic ---------------------------------------------------------------------------------------------------
@@ -260,32 +167,19 @@ def adamw_(
         torch_kernels.adamw_(param, grad, exp_avg, exp_avg_sq, scalars, decoupled=decoupled, out=out)
         return
     # Weights without a master are their own copy; whoever wants another gets it from them.
-    fused_out = out if param.dtype == torch.float32 else None
-    args = _AdamArgs(
-        param.data_ptr(),
-        grad.data_ptr(),
-        exp_avg.data_ptr(),
-        exp_avg_sq.data_ptr(),
-        None if fused_out is None else fused_out.data_ptr(),
-        n,
-        _DTYPES[param.dtype],
-        _DTYPES[grad.dtype],
-        0 if fused_out is None else _DTYPES[fused_out.dtype],
-        int(decoupled),
-        scalars.grad_scale,
-        scalars.decay,
-        scalars.beta1,
-        scalars.one_minus_beta1,
-        scalars.beta2,
-        scalars.one_minus_beta2,
-        scalars.inv_sqrt_bias2,
-        scalars.eps,
-        scalars.step_size,
-    )
+    fused = out if param.dtype == torch.float32 else None
     if n:
-        _check(lib, lib.offload_adam(ctypes.byref(args), index, workers), "adamw_")
-        if out is not None and fused_out is None:
-            out.detach().copy_(param.detach())
+        lib.adam(
+            (*_addresses(param, grad, exp_avg, exp_avg_sq), None if fused is None else fused.data_ptr()),
+            n,
+            (_DTYPES[param.dtype], _DTYPES[grad.dtype], _NONE if fused is None else _DTYPES[fused.dtype]),
+            decoupled,
+            scalars,
+            index,
+            workers,
+        )
+    if out is not None and fused is None:
+        out.detach().copy_(param.detach())
 
 
 def sum_squares(x: torch.Tensor, *, isa: str | None = None, threads: int | None = None) -> float:
@@ -297,10 +191,7 @@ def sum_squares(x: torch.Tensor, *, isa: str | None = None, threads: int | None 
     lib, index, workers = _where(isa, threads)
     if lib is None:
         return torch_kernels.sum_squares(x)
-    result = ctypes.c_double()
-    code = lib.offload_sum_squares(x.data_ptr(), _DTYPES[x.dtype], n, index, workers, ctypes.byref(result))
-    _check(lib, code, "sum_squares")
-    return result.value
+    return lib.sum_squares(x.data_ptr(), _DTYPES[x.dtype], n, index, workers)
 
 
 def traffic_(
@@ -326,24 +217,24 @@ def traffic_(
     lib, index, workers = _where(isa, threads)
     if lib is None:
         raise RuntimeError(f"traffic_ needs the native core: {reason() or 'OFFLOAD_ISA=torch asked for the fallback'}")
-    pointers = (t.data_ptr() for t in (param, grad, exp_avg, exp_avg_sq, out))
-    _check(lib, lib.offload_traffic(*pointers, n, index, workers), "traffic_")
+    lib.traffic((*_addresses(param, grad, exp_avg, exp_avg_sq), out.data_ptr()), n, index, workers)
 
 
-def _where(name: str | None, count: int | None) -> tuple[ctypes.CDLL | None, int, int]:
+def _where(name: str | None, count: int | None) -> tuple[Library | None, int, int]:
     """Library (None: the fallback), index of the instruction set, number of threads."""
     chosen = isa() if name is None else _known_isa(name, "isa")
-    workers = threads() if count is None else count
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise ValueError(f"threads must be a whole number >= 1, got {workers!r}")
-    if chosen == _FALLBACK:
-        return None, 0, workers
-    return _load()[0], _isas().index(chosen), min(workers, 4096)
+    workers = threads() if count is None else _thread_count(count)
+    lib = None if chosen == _FALLBACK else library()
+    return lib, 0 if lib is None else _isas().index(chosen), min(workers, 4096)
 
 
-def _tensor(
-    name: str, tensor: torch.Tensor, dtypes: dict[torch.dtype, int] | tuple[torch.dtype, ...], n: int | None
-) -> int:
+def _addresses(
+    param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
+) -> tuple[int, int, int, int]:
+    return param.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr()
+
+
+def _tensor(name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype], n: int | None) -> int:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.device.type != "cpu":

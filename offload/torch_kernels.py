@@ -7,7 +7,7 @@ Bit for bit the same results as `native/kernels.cpp`, because every fp32 operati
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +20,11 @@ _BLOCK = 4096
 _LANES = 32
 
 
-@dataclass(frozen=True)
-class AdamScalars:
-    """The numbers one update needs, each computed in double precision and rounded once to fp32."""
+class AdamScalars(NamedTuple):
+    """The numbers one update needs, each computed in double precision and rounded once to fp32.
+
+    In the order of `offload_adam_args` in native/offload_native.h.
+    """
 
     grad_scale: float
     decay: float
@@ -107,7 +109,9 @@ def _update(
         g.add_(p * s.decay)
     m.mul_(s.beta1).add_(g * s.one_minus_beta1)
     v.mul_(s.beta2).add_((g * g).mul_(s.one_minus_beta2))
-    d = torch.from_numpy(np.sqrt(v.numpy())).mul_(s.inv_sqrt_bias2).add_(s.eps)  # torch's sqrt is off by an ulp at times
+    d = (
+        torch.from_numpy(np.sqrt(v.numpy())).mul_(s.inv_sqrt_bias2).add_(s.eps)
+    )  # torch's sqrt is off by an ulp at times
     p.sub_((m / d).mul_(s.step_size))
     if p.data_ptr() != param.data_ptr():
         param.copy_(p)

@@ -1,0 +1,223 @@
+"""`offload finetune`: a transformers causal language model, the plain loop, and the two lines that wrap it.
+
+Everything that is special about offloading is in `FinetuneRun._wrap`; the rest would be the same without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator
+
+import torch
+
+from offload.errors import ConfigError
+from offload.integrations.data import Blocks, batches, make_blocks, read_documents, tokenise
+from offload.integrations.finetune_config import FinetuneConfig
+from offload.integrations.interrupt import StopRequest, stop_on_signals
+from offload.integrations.loading import find_model, load_model, load_tokenizer, max_positions
+from offload.integrations.progress import Progress, StepFigures
+from offload.integrations.run_report import LaneFigures, RunReport, TierFigures
+from offload.sizes import format_size
+
+__all__ = ["FinetuneRun"]
+
+
+class FinetuneRun:
+    """One fine-tuning run. Making it does all that can fail for bad input; `train` then does the work.
+
+    Raises:
+        ConfigError, BudgetError, SwapError: what was asked for is not possible; nothing was written.
+    """
+
+    def __init__(self, config: FinetuneConfig) -> None:
+        import offload
+
+        self.config = config
+        self.exit_code = 0  # after `train`: what a program should exit with
+        self.progress = Progress(config.steps, quiet=config.quiet)
+        self.report = RunReport(config.as_json(), dict(offload.build_info()))
+        with self._phase("load"):
+            source = find_model(config.model)
+            documents = list(read_documents(config.data))
+            held_out = list(read_documents(config.eval_data))
+            if not documents:
+                raise ConfigError(f"no text in {', '.join(str(path) for path in config.data)}; give files with text")
+            self.tokenizer = load_tokenizer(source)
+            self.blocks: Blocks = make_blocks(
+                [tokenise(document, self.tokenizer) for document in documents],
+                config.seq_len,
+                eval_fraction=config.eval_fraction,
+                seed=config.seed,
+                held_out=[tokenise(document, self.tokenizer) for document in held_out] if config.eval_data else None,
+            )
+            self.report.blocks = {
+                "train": len(self.blocks.train),
+                "held_out": len(self.blocks.held_out),
+                "held_out_by": self.blocks.held_out_by,
+                "tokens_each": config.seq_len,
+            }
+            self.progress.say(
+                f"data: {len(self.blocks.train)} blocks of {config.seq_len} tokens to train on, "
+                f"{len(self.blocks.held_out)} held out (by {self.blocks.held_out_by})"
+            )
+            self.model = load_model(source)
+            self._check_model()
+        with self._phase("wrap"):
+            self._wrap()
+
+    def _wrap(self) -> None:
+        import offload
+
+        torch.manual_seed(self.config.seed)
+        offload.wrap(self.model, **self.config.wrap)
+        self.optimizer = offload.AdamW(
+            self.model.parameters(), lr=self.config.lr, weight_decay=self.config.weight_decay
+        )
+
+    def _check_model(self) -> None:
+        """What only the loaded model can tell, and what would otherwise fail hours later."""
+        config, model = self.config, self.model
+        longest = max_positions(model)
+        if longest is not None and config.seq_len > longest:
+            raise ConfigError(f"expected seq_len up to {longest}, the longest this model takes, found {config.seq_len}")
+        rows = model.get_input_embeddings().weight.shape[0]
+        largest = max(int(part.max()) for part in (self.blocks.train, self.blocks.held_out) if part.numel())
+        if largest >= rows:
+            raise ConfigError(
+                f"the tokenizer gives ids up to {largest}, the model has {rows} embeddings: they do not belong together"
+            )
+        parameters = list(model.parameters())  # a tied one appears once
+        self.report.parameters = sum(p.numel() for p in parameters)
+        config.out.mkdir(parents=True, exist_ok=True)
+        needed, free = sum(p.nbytes for p in parameters), shutil.disk_usage(config.out).free
+        if needed > free:
+            raise ConfigError(
+                f"the result needs about {format_size(needed)} in {config.out}, which has {format_size(free)} free; "
+                "give another directory or make room"
+            )
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def train(self) -> RunReport:
+        """Evaluate, train, evaluate, save the model and write the report. A signal ends training early, not the rest.
+
+        After a signal the second evaluation is left out; `RunReport.stopped_by` names it.
+        """
+        report = self.report
+        with self.progress, stop_on_signals(quiet=self.config.quiet) as stop:
+            report.eval_loss["before"] = self._evaluate("before", stop)
+            self._steps(stop)
+            if not stop:
+                report.eval_loss["after"] = self._evaluate("after", stop)
+            with self._phase("save"):
+                self._save()
+            report.stopped_by, self.exit_code = stop.name, stop.exit_code
+            report.write(self.config.report_path)
+        return report
+
+    def _steps(self, stop: StopRequest) -> None:
+        import offload
+
+        config, model, optimizer, report = self.config, self.model, self.optimizer, self.report
+        device = self._device()
+        scaler = torch.amp.GradScaler(device.type, enabled=self._is_half())
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, config.lr_factor)
+        data = batches(self.blocks.train, config.batch_size, config.steps * config.grad_accum, config.seed)
+        model.train()
+        before = self._lanes()
+        start = time.perf_counter()
+        for _ in range(config.steps):
+            if stop:
+                break
+            step_start, step_lanes = time.perf_counter(), self._lanes()
+            lr = optimizer.param_groups[0]["lr"]
+            loss_sum = torch.zeros((), device=device)
+            for _ in range(config.grad_accum):
+                loss = self._loss(next(data).to(device))
+                scaler.scale(loss / config.grad_accum).backward()  # type: ignore[no-untyped-call]
+                loss_sum += loss.detach().float()
+            scaler.unscale_(optimizer)
+            norm = None
+            if config.clip > 0:
+                norm = float(offload.clip_grad_norm_(model.parameters(), config.clip))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            schedule.step()
+            figures = StepFigures(
+                loss=loss_sum.item() / config.grad_accum,
+                lr=lr,
+                grad_norm=norm,
+                seconds=time.perf_counter() - step_start,
+                tokens=config.tokens_per_step,
+                lanes={name: lane.bytes for name, lane in self._lanes(step_lanes).items()},
+            )
+            report.steps.append(figures)
+            self.progress.step(figures)
+        self._settle()
+        report.seconds = time.perf_counter() - start
+        report.lanes = self._lanes(before)
+        report.skipped_steps = optimizer.skipped_steps
+
+    def _loss(self, ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        return loss
+
+    @torch.no_grad()
+    def _evaluate(self, when: str, stop: StopRequest) -> float | None:
+        """Mean loss in nats per token on held-out blocks; None if there are none, or a signal came."""
+        config = self.config
+        blocks = self.blocks.held_out[: config.eval_batches * config.batch_size]
+        if len(blocks) == 0:
+            return None
+        device = self._device()
+        total = 0.0
+        self.model.eval()
+        with self._phase(f"evaluate_{when}"):
+            for batch in torch.split(blocks, config.batch_size):
+                if stop:
+                    return None
+                total += float(self._loss(batch.long().to(device))) * len(batch)
+        self.progress.say(f"held-out loss {when} training: {total / len(blocks):.4f} nats per token")
+        return total / len(blocks)
+
+    def _save(self) -> None:
+        import offload
+
+        stats = offload.stats(self.model)
+        self.report.tiers = {n: TierFigures(t.used, t.peak, t.budget) for n, t in stats.tiers.items()}
+        offload.save_pretrained(self.model, self.config.out)
+        self.tokenizer.save_pretrained(self.config.out)
+
+    def _lanes(self, since: dict[str, LaneFigures] | None = None) -> dict[str, LaneFigures]:
+        import offload
+
+        zero, since = LaneFigures(0, 0.0), since or {}
+        return {
+            name: LaneFigures(
+                lane.bytes - since.get(name, zero).bytes, max(0.0, lane.busy_s - since.get(name, zero).busy_s)
+            )
+            for name, lane in offload.stats(self.model).lanes.items()
+        }
+
+    def _settle(self) -> None:
+        """Wait until the update that the last step promised has landed, so that its time and bytes are counted."""
+        raise NotImplementedError
+
+    def _device(self) -> torch.device:
+        parameter: torch.Tensor = next(self.model.parameters())
+        return parameter.device
+
+    def _is_half(self) -> bool:
+        parameter: torch.Tensor = next(self.model.parameters())
+        return parameter.dtype == torch.float16
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.report.phases[name] = time.perf_counter() - start

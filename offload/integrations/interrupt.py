@@ -1,0 +1,66 @@
+"""Ctrl-C and SIGTERM as a request to stop after the step that is running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+__all__ = ["StopRequest", "stop_on_signals"]
+
+
+class StopRequest:
+    """Whether somebody asked to stop, and by which signal."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    @property
+    def name(self) -> str | None:
+        """Name of the signal, "SIGINT" or "SIGTERM"; None if none came."""
+        return None if self.signal is None else self.signal.name
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell expects of a program that a signal ended: 128 + its number; 0 if none came."""
+        return 0 if self.signal is None else 128 + self.signal.value
+
+
+@contextmanager
+def stop_on_signals(*, quiet: bool = False) -> Iterator[StopRequest]:
+    """While inside, the first SIGINT or SIGTERM only notes the request, and says so on standard error unless `quiet`; a
+    second one acts as it did before.
+
+    Outside the main thread Python delivers no signals, and the request never comes.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in signals}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        request.signal = signal.Signals(number)
+        restore()
+        if not quiet:
+            # Not `print`: the handler may interrupt a print to the same stream, which Python refuses to enter twice.
+            line = f"\n{request.signal.name}: finishing this step, then saving; once more to stop at once\n"
+            os.write(2, line.encode())
+
+    for number in signals:
+        signal.signal(number, note)
+    try:
+        yield request
+    finally:
+        restore()

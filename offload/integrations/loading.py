@@ -1,0 +1,147 @@
+"""Transformers language models and tokenizers: from a directory, a GGUF file, or a hub id."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import ConfigError
+
+__all__ = ["ModelSource", "find_model", "load_model", "load_tokenizer", "max_positions"]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from.
+
+    Attributes:
+        location: directory, or hub id.
+        gguf_file: name of a GGUF file in that directory, or None for safetensors.
+        local: True if nothing outside this machine is to be asked.
+    """
+
+    location: str
+    gguf_file: str | None
+    local: bool
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of transformers' ``from_pretrained``."""
+        arguments: dict[str, Any] = {"local_files_only": self.local}
+        if self.gguf_file is not None:
+            arguments["gguf_file"] = self.gguf_file
+        return arguments
+
+    def __str__(self) -> str:
+        return self.location if self.gguf_file is None else str(Path(self.location, self.gguf_file))
+
+
+def find_model(spec: str) -> ModelSource:
+    """What `spec` names: a GGUF file, a directory with a saved model or with one GGUF file, or else a hub id.
+
+    Raises:
+        ConfigError: nothing of that kind; several GGUF files where one is meant.
+    """
+    path = Path(spec).expanduser()
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ConfigError(f"expected a model directory, a .gguf file or a hub id, found the file {path}")
+        return ModelSource(str(path.parent), path.name, local=True)
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return ModelSource(str(path), None, local=True)
+        found = sorted(entry.name for entry in path.iterdir() if entry.suffix.lower() == ".gguf")
+        if len(found) == 1:
+            return ModelSource(str(path), found[0], local=True)
+        if found:
+            raise ConfigError(f"{path} holds {len(found)} GGUF files ({', '.join(found[:4])}, ...); name one of them")
+        raise ConfigError(f"expected config.json and safetensors, or a .gguf file, in {path}; found neither")
+    if not _HUB_ID.fullmatch(spec) or spec.lower().endswith((".gguf", ".safetensors")):
+        raise ConfigError(f"model {spec} does not exist; give a directory, a .gguf file or a hub id such as org/name")
+    return ModelSource(spec, None, local=False)
+
+
+def load_tokenizer(source: ModelSource) -> Any:
+    """The tokenizer that belongs to the model."""
+    transformers = _transformers()
+    with _plain_errors(source, "tokenizer"):
+        return transformers.AutoTokenizer.from_pretrained(source.location, **source.arguments())
+
+
+def load_model(source: ModelSource) -> Any:
+    """The causal language model in host memory, in the dtype it is stored in (a GGUF file: in float32), in train mode.
+
+    The blocks of a GGUF file are unpacked and the model then is a plain one: it trains, and saves as safetensors.
+    """
+    transformers = _transformers()
+    arguments = source.arguments()
+    if source.gguf_file is None:
+        arguments["dtype"] = "auto"
+    else:
+        arguments["dtype"] = torch.float32
+        # Newer versions may keep the blocks packed unless told not to.
+        packed = getattr(transformers, "GgufConfig", None)
+        if packed is not None:
+            arguments["quantization_config"] = packed(dequantize=True)
+    with _plain_errors(source, "model"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(source.location, **arguments)
+    _forget_quantisation(model)
+    integers = [name for name, p in model.named_parameters() if not p.is_floating_point()]
+    if integers or getattr(model, "hf_quantizer", None) is not None:
+        raise ConfigError(f"{source} is quantised and cannot be trained as it is; give the model in floating point")
+    return model.train()
+
+
+def max_positions(model: Any) -> int | None:
+    """Longest sequence the model takes, or None if its configuration does not say."""
+    value = getattr(model.config, "max_position_embeddings", None)
+    return value if isinstance(value, int) else None
+
+
+def _forget_quantisation(model: Any) -> None:
+    """Make a model unpacked from GGUF forget where its weights came from, or transformers would refuse to save it."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+    if quantizer is not None and str(getattr(method, "value", method)) == "gguf":
+        quantizer.remove_quantization_config(model)
+
+
+def _transformers() -> Any:
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            f"fine-tuning a language model needs transformers ({error}); install it with: pip install 'offload[hf]'"
+        ) from error
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+@contextmanager
+def _plain_errors(source: ModelSource, what: str) -> Iterator[None]:
+    """Turn what transformers raises for a missing, damaged or unsupported model into one line that names it."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f"loading the {what} of {source} needs a package that is missing: {_first_line(error)}"
+        ) from error
+    except (OSError, ValueError, RuntimeError, LookupError, struct.error, SafetensorError) as error:
+        raise ConfigError(f"cannot load the {what} of {source}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

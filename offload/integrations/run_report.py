@@ -1,0 +1,115 @@
+"""The figures of a fine-tuning run, and the JSON file that keeps them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offload.integrations.progress import StepFigures
+
+__all__ = ["LaneFigures", "RunReport", "TierFigures", "peak_rss_bytes", "versions"]
+
+
+@dataclass(frozen=True)
+class LaneFigures:
+    """Bytes moved on one lane, and seconds with at least one transfer in flight."""
+
+    bytes: int
+    busy_s: float
+
+
+@dataclass(frozen=True)
+class TierFigures:
+    """Bytes that a tier holds at the end, has held at most, and may hold."""
+
+    used: int
+    peak: int
+    budget: int
+
+
+@dataclass
+class RunReport:
+    """What a run did.
+
+    Attributes:
+        steps: one entry for each finished optimizer step.
+        eval_loss: mean loss in nats per token on held-out text, "before" and "after"; None where it was not measured.
+        lanes: by name, counted from the first training step until the last update had landed.
+        tiers: by name, over the whole run.
+        seconds: wall time of training alone: no loading, evaluation or saving.
+        stopped_by: "SIGINT" or "SIGTERM" if a signal ended the run before its last step.
+        phases: wall seconds of the other parts of the run.
+    """
+
+    settings: dict[str, Any]
+    build: dict[str, Any]
+    parameters: int = 0
+    blocks: dict[str, Any] = field(default_factory=dict)
+    steps: list[StepFigures] = field(default_factory=list)
+    eval_loss: dict[str, float | None] = field(default_factory=lambda: {"before": None, "after": None})
+    lanes: dict[str, LaneFigures] = field(default_factory=dict)
+    tiers: dict[str, TierFigures] = field(default_factory=dict)
+    seconds: float = 0.0
+    skipped_steps: int = 0
+    stopped_by: str | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens trained on per second of training."""
+        return sum(step.tokens for step in self.steps) / self.seconds if self.seconds > 0 else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        done = max(1, len(self.steps))
+        return {
+            "losses": [step.loss for step in self.steps],
+            "eval_loss": self.eval_loss,
+            "lanes": {n: {"bytes": lane.bytes, "busy_s": round(lane.busy_s, 6)} for n, lane in self.lanes.items()},
+            "lane_bytes_per_step": {n: lane.bytes / done for n, lane in self.lanes.items()},
+            "tiers": {n: vars(tier) for n, tier in self.tiers.items()},
+            "peak_rss_bytes": peak_rss_bytes(),
+            "seconds": self.seconds,
+            "tokens_per_s": self.tokens_per_s,
+            "parameters": self.parameters,
+            "blocks": self.blocks,
+            "skipped_steps": self.skipped_steps,
+            "stopped_by": self.stopped_by,
+            "phases": self.phases,
+            "steps": [{**vars(step), "lanes": dict(step.lanes)} for step in self.steps],
+            "arguments": self.settings,
+            "versions": versions(),
+            "build_info": self.build,
+        }
+
+    def write(self, path: Path) -> None:
+        """Write the report to `path`, whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        aside.write_text(json.dumps(self.as_json(), indent=1, default=str) + "\n", encoding="utf-8")
+        aside.replace(path)
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident memory of this process so far, loading included, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def versions() -> Mapping[str, str]:
+    """Versions of Python and of the packages that matter here; a package that is not installed is left out."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in ("offload", "torch", "numpy", "transformers", "safetensors"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,1 +1,29 @@
-"""Public names."""
+"""A heterogeneous offload engine for PyTorch: training state on GPU, pinned RAM and NVMe. The public names."""
+
+from offload import native, storage
+from offload.diagnosis import build_info
+from offload.engine import unwrap, wrap
+from offload.errors import BudgetError, CheckpointError, ConfigError, OffloadError, RankMismatchError, SwapError
+from offload.training.clipping import clip_grad_norm_
+from offload.training.inspect import gather, state_dict, stats
+from offload.training.optimizer import Adam, AdamW
+
+__all__ = [
+    "Adam",
+    "AdamW",
+    "BudgetError",
+    "CheckpointError",
+    "ConfigError",
+    "OffloadError",
+    "RankMismatchError",
+    "SwapError",
+    "build_info",
+    "clip_grad_norm_",
+    "gather",
+    "native",
+    "state_dict",
+    "stats",
+    "storage",
+    "unwrap",
+    "wrap",
+]

@@ -1,0 +1,120 @@
+"""Partition of a model into units: the modules whose parameters move together.
+
+# Note [How units are found]
+Training moves one unit at a time, so a unit should be as large as a transformer block (fewer, larger transfers) and no
+larger. Walking down from the root, a module is one unit unless it still holds a list of repeated blocks, is larger than
+the compute budget, or is the root; then its children are looked at instead and the parameters it owns directly form a
+unit of their own, which is fetched when touched. A parameter belongs to the first unit that owns it; modules that use it
+as well (tied weights) are users of that unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from offload.sharding.layout import ALIGN
+
+
+@dataclass
+class UnitPlan:
+    """What will become a unit: its name, its parameters in order (with their first names), its dtype in compute."""
+
+    name: str
+    dtype: torch.dtype
+    names: list[str] = field(default_factory=list)
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    nbytes: int = 0
+
+    def add(self, name: str, parameter: nn.Parameter) -> None:
+        self.names.append(name)
+        self.parameters.append(parameter)
+        self.nbytes += footprint(parameter, self.dtype)
+
+
+@dataclass
+class Partition:
+    """The units, and for each module that computes with units' parameters, which units (indices) its forward needs."""
+
+    units: list[UnitPlan]
+    users: list[tuple[nn.Module, list[int]]]
+
+
+def compute_dtype(parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype a parameter computes in: floating ones follow the model's compute dtype, others keep their own."""
+    return dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+
+
+def footprint(parameter: torch.Tensor, dtype: torch.dtype) -> int:
+    """Bytes that the parameter takes in a unit, padding included."""
+    return -(-parameter.numel() // ALIGN) * ALIGN * dtype.itemsize
+
+
+def partition(model: nn.Module, dtype: torch.dtype | None, largest: int) -> Partition:
+    """Cut ``model`` into units of at most ``largest`` bytes where parameters allow."""
+    return _Partitioner(model, dtype, largest).run()
+
+
+class _Partitioner:
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None, largest: int) -> None:
+        self._model, self._dtype, self._largest = model, dtype, largest
+        self._units: list[UnitPlan] = []
+        self._owner: dict[nn.Parameter, int] = {}
+        self._hooked: list[nn.Module] = []
+
+    def run(self) -> Partition:
+        self._visit("", self._model)
+        users = []
+        for module in self._hooked:
+            needed = sorted({self._owner[p] for p in module.parameters()})
+            if needed:
+                users.append((module, needed))
+        return Partition(self._units, users)
+
+    def _visit(self, name: str, module: nn.Module) -> None:
+        if not any(True for _ in module.parameters()):
+            return
+        if self._is_unit(module):
+            self._hooked.append(module)
+            self._take(name, module.named_parameters(prefix=name))
+            return
+        self._take(name, module.named_parameters(prefix=name, recurse=False))
+        for child_name, child in module.named_children():
+            self._visit(f"{name}.{child_name}" if name else child_name, child)
+
+    def _is_unit(self, module: nn.Module) -> bool:
+        children = [c for c in module.children() if any(True for _ in c.parameters())]
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
+            return False  # never called, so no hook of theirs would fire
+        if not children:
+            return self._bytes(module) <= self._largest
+        return module is not self._model and not _has_repeated_blocks(module) and self._bytes(module) <= self._largest
+
+    def _bytes(self, module: nn.Module) -> int:
+        return sum(footprint(p, compute_dtype(p, self._dtype)) for p in module.parameters())
+
+    def _take(self, name: str, parameters: Iterator[tuple[str, nn.Parameter]]) -> None:
+        open_units: dict[torch.dtype, int] = {}
+        for parameter_name, parameter in parameters:
+            if parameter in self._owner:
+                continue
+            dtype = compute_dtype(parameter, self._dtype)
+            index = open_units.get(dtype)
+            if index is None or self._units[index].nbytes + footprint(parameter, dtype) > self._largest:
+                index = open_units[dtype] = len(self._units)
+                self._units.append(UnitPlan(name or "(root)", dtype))
+            self._units[index].add(parameter_name, parameter)
+            self._owner[parameter] = index
+
+
+def _has_repeated_blocks(module: nn.Module) -> bool:
+    """Does it hold a list of two or more modules of one class with parameters, at any depth?"""
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList | nn.Sequential):
+            kinds = [type(c) for c in part.children() if any(True for _ in c.parameters())]
+            if len(kinds) > 1 and len(set(kinds)) < len(kinds):
+                return True
+    return False

@@ -1,0 +1,157 @@
+"""Placement: which tier is home to each unit's weights, gradient and optimizer state. Pure arithmetic on sizes.
+
+Tiers are filled in the order given, compute weights before optimizer state, what comes first in the model first. Room
+that every step needs anyway is set aside before: on ``gpu`` the window in which units come and go, on ``cpu`` the
+gradients and the staging buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from offload.errors import BudgetError
+from offload.sizes import format_size
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """Bytes of one unit, each rounded up to what its home will really take."""
+
+    name: str
+    weights: int
+    gradient: int
+    blocks: tuple[int, ...]  # optimizer state, 12 B/param and padding
+
+    @property
+    def state(self) -> int:
+        return sum(self.blocks)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What is to be placed. ``together`` lists the units (indices) that one forward needs at the same time."""
+
+    units: tuple[UnitSize, ...]
+    together: tuple[tuple[int, ...], ...]
+    staging: int  # host bytes for transfers when something lives on nvme
+    delivery: int  # host bytes in which new weights wait for their copy to an accelerator; 0 without one
+
+
+@dataclass(frozen=True)
+class Placement:
+    weights: tuple[str, ...]  # tier by unit
+    gradients: tuple[str, ...]  # tier by unit
+    blocks: tuple[tuple[str, ...], ...]  # tier by unit and block
+    window: int  # bytes of the gpu tier in which units come and go
+    staging: int
+
+    @property
+    def swaps(self) -> bool:
+        return "nvme" in self.weights or any("nvme" in b for b in self.blocks)
+
+
+def place(demand: Demand, tiers: Sequence[str], budgets: Mapping[str, int]) -> Placement:
+    """Fill ``tiers`` in order within ``budgets`` (bytes; ``cpu`` is needed even where it is no tier, for gradients).
+
+    Raises :class:`BudgetError` with the smallest budgets that would do.
+    """
+    return _Placer(demand, tiers, budgets).run()
+
+
+class _Placer:
+    def __init__(self, demand: Demand, tiers: Sequence[str], budgets: Mapping[str, int]) -> None:
+        self._demand, self._tiers, self._budgets = demand, tiers, budgets
+        self._left = {tier: budgets[tier] for tier in {*tiers, "cpu"}}
+
+    def run(self) -> Placement:
+        units = self._demand.units
+        window = self._window()
+        if window > self._budgets["gpu"]:
+            raise self._refuse(f"the largest unit ({self._largest()}) needs {format_size(window)} of the gpu tier")
+        self._left["gpu"] -= window
+        weights = [self._take("gpu", u.weights) for u in units]
+        # A state stays on the gpu with its weights and keeps its gradient there too, so the two are placed as one.
+        whole = [
+            self._take("gpu", u.state + u.gradient) if u.blocks and w else None
+            for u, w in zip(units, weights, strict=True)
+        ]
+        gradients = [tier or "cpu" for tier in whole]
+        if self._tiers == ["gpu"] or tuple(self._tiers) == ("gpu",):
+            if None in weights or any(u.blocks and not w for u, w in zip(units, whole, strict=True)):
+                raise self._refuse("not everything fits the gpu tier, and there is no other")
+            staging = 0
+        else:
+            staging = self._set_aside(gradients)
+        homes = [w or self._elsewhere(u.weights, "weights", u) for w, u in zip(weights, units, strict=True)]
+        blocks = [
+            tuple(w or self._elsewhere(b, "optimizer state", u) for b in u.blocks)
+            for w, u in zip(whole, units, strict=True)
+        ]
+        return Placement(tuple(homes), tuple(gradients), tuple(blocks), window, staging)
+
+    def _window(self) -> int:
+        """Nothing where all weights stay on the gpu; else the largest need, twice (to prefetch) if that leaves a third."""
+        units, budget = self._demand.units, self._budgets["gpu"]
+        if sum(u.weights for u in units) <= budget:
+            return 0
+        need = self._need()
+        return 2 * need if 3 * need <= budget else need
+
+    def _need(self) -> int:
+        units = self._demand.units
+        single = max((u.weights for u in units), default=0)
+        return max([single, *(sum(units[i].weights for i in group) for group in self._demand.together)])
+
+    def _largest(self) -> str:
+        return max(self._demand.units, key=lambda u: u.weights).name
+
+    def _set_aside(self, gradients: Sequence[str]) -> int:
+        """Take the fixed part of the cpu budget; returns the bytes of staging in it."""
+        host_gradients = sum(
+            u.gradient for u, tier in zip(self._demand.units, gradients, strict=True) if tier == "cpu" and u.blocks
+        )
+        staging = (self._demand.staging if "nvme" in self._tiers else 0) + self._demand.delivery
+        self._left["cpu"] -= host_gradients + staging
+        if self._left["cpu"] < 0:
+            raise self._refuse(
+                f"gradients ({format_size(host_gradients)}) and staging buffers ({format_size(staging)}) "
+                "do not fit the cpu budget"
+            )
+        return staging
+
+    def _take(self, tier: str, nbytes: int) -> str | None:
+        if tier not in self._tiers or nbytes > self._left[tier]:
+            return None
+        self._left[tier] -= nbytes
+        return tier
+
+    def _elsewhere(self, nbytes: int, kind: str, unit: UnitSize) -> str:
+        for tier in self._tiers:
+            if tier != "gpu" and self._take(tier, nbytes):
+                return tier
+        raise self._refuse(f"no tier has room for {format_size(nbytes)} of {kind} of unit {unit.name!r}")
+
+    def _refuse(self, why: str) -> BudgetError:
+        have = ", ".join(f"{t}={format_size(b)}" for t, b in self._budgets.items() if t in {*self._tiers, "cpu"})
+        need = ", ".join(f"{t}={format_size(b)}" for t, b in self.smallest().items())
+        return BudgetError(
+            f"the model does not fit its budgets: {why}. Found {have}; the smallest budgets that would do are {need}. "
+            "Raise them, add a tier, or free memory"
+        )
+
+    def smallest(self) -> dict[str, int]:
+        """The smallest budget of each tier, the later tiers taking all that the earlier need not hold."""
+        units, last = self._demand.units, self._tiers[-1]
+        weights, state = sum(u.weights for u in units), sum(u.state for u in units)
+        gradients = sum(u.gradient for u in units if u.blocks)
+        if last == "gpu":
+            return {"gpu": weights + state + gradients}
+        out = {"gpu": min(self._need(), weights)}
+        moved = weights + state
+        fixed = gradients + self._demand.delivery
+        if last == "cpu":
+            return {**out, "cpu": fixed + moved}
+        out["cpu"] = fixed + self._demand.staging
+        room = max(0, self._budgets["cpu"] - out["cpu"]) if "cpu" in self._tiers else 0
+        return {**out, "nvme": max(0, moved - room)}

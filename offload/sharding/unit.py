@@ -1,0 +1,99 @@
+"""A unit: parameters that move together, and where each part of their training state is."""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from offload.sharding.layout import FlatLayout, Slot, Span
+from offload.storage.device import Region
+from offload.storage.memory import view
+from offload.storage.ticket import Ticket
+
+
+class State(enum.Enum):
+    """AWAY -> FETCHING -> RESIDENT -> AWAY; a unit whose home is the compute tier is always RESIDENT."""
+
+    AWAY = "away"
+    FETCHING = "fetching"
+    RESIDENT = "resident"
+
+
+class Home:
+    """Where a record of bytes lives when it is not being used. Subclasses are in :mod:`offload.sharding.homes`."""
+
+    tier: str
+    nbytes: int
+
+
+@dataclass
+class StateBlock:
+    """Optimizer state of ``span``: fp32 master, exp_avg and exp_avg_sq, one after the other in one record."""
+
+    span: Span
+    home: Home
+
+    @staticmethod
+    def parts(buffer: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Master, exp_avg, exp_avg_sq (fp32, ``count`` elements each) of a record's bytes."""
+        return (
+            view(buffer, torch.float32, 0, count),
+            view(buffer, torch.float32, count, count),
+            view(buffer, torch.float32, 2 * count, count),
+        )
+
+
+@dataclass
+class Member:
+    """A parameter of a unit: the user's object, its names (several when tied), its place, its Adam step count."""
+
+    parameter: nn.Parameter
+    name: str
+    slot: Slot
+    step: int = 0
+
+
+@dataclass(eq=False)
+class Unit:
+    index: int
+    name: str
+    dtype: torch.dtype
+    layout: FlatLayout
+    members: list[Member]
+    region: Region
+    home: Home
+    blocks: list[StateBlock] = field(default_factory=list)
+    state: State = State.AWAY
+    ticket: Ticket | None = None  # of the fetch under way
+    pins: int = 0
+    version: int = 0  # raised when the weights change; what autograd saved before then is stale
+    used_at: int = 0  # for least-recently-used eviction
+    # Views that fetch when touched (training.parameter.OffloadedView): aliases that do not keep the memory here.
+    views: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights, padding included."""
+        return self.layout.numel * self.dtype.itemsize
+
+    @property
+    def permanent(self) -> bool:
+        return self.home.tier == "gpu"
+
+    def weights(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The whole flat buffer seen in the compute dtype."""
+        return view(buffer, self.dtype, 0, self.layout.numel)
+
+    def add_view(self, tensor: torch.Tensor) -> None:
+        """Know ``tensor`` as a view that fetches; by identity, since tensors compare by value."""
+        key, views = id(tensor), self.views
+        views[key] = weakref.ref(tensor, lambda _: views.pop(key, None))
+
+    @property
+    def aliased(self) -> bool:
+        """Does somebody hold a tensor over this unit's memory that does not know how to fetch?"""
+        return self.region.aliases() > len(self.views)

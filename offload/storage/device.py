@@ -1,0 +1,268 @@
+"""Where compute happens: memory regions, asynchronous copies, pinning. The only file that names ``torch.cuda``.
+
+Everything above is written against three ideas: a :class:`Region` (compute memory whose storage object stays while its
+bytes come and go), a :class:`~offload.storage.ticket.Ticket` for each asynchronous copy, and ``host_visible``, which
+says whether the host (direct I/O, the CPU optimizer) can work in compute memory without a copy.
+
+# Note [Copies are ordered by events, never by record_stream]
+A region is committed on the compute stream, filled on the copy stream and released on the compute stream again. The
+copy stream first waits for an event recorded at commit (whatever the compute stream did in that memory before is over),
+and the compute stream waits for the copy's event before anybody uses or releases the region. So the caching allocator
+only ever sees the compute stream, and needs no ``record_stream``, which would delay reuse by an unknown time.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+import warnings
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from offload.errors import ConfigError
+from offload.storage.memory import POISON, HostMemory
+from offload.storage.ticket import FutureTicket, Ticket
+from offload.trace import Lanes
+
+
+class Region(ABC):
+    """Compute memory of fixed size. ``flat`` is a uint8 tensor over all of it; its storage object never changes."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat, self.nbytes = flat, flat.numel()
+        self.storage = flat.untyped_storage()
+        self.committed = False
+        self._own_references = 0
+
+    @property
+    def key(self) -> int:
+        """Identity of the storage: every tensor over this region has the same, wherever the bytes are."""
+        return int(self.storage._cdata)
+
+    def tensor(self, dtype: torch.dtype, offset: int, size: Any, stride: Any) -> torch.Tensor:
+        """A tensor over this region's storage; offset and stride count elements of ``dtype``."""
+        empty = torch.empty(0, dtype=dtype, device=self.flat.device)
+        return empty.set_(self.storage, offset, size, stride)
+
+    def seal(self) -> None:
+        """Count the references that belong to us; any further one is somebody's alias of our memory."""
+        self._own_references = self._references()
+
+    def aliases(self) -> int:
+        """How many tensors over this region exist beyond those counted by :meth:`seal`.
+
+        # Note [Memory goes only when nobody looks at it]
+        Autograd unpacks a weight, a checkpoint keeps one, a user keeps a view: each is one more reference to the
+        storage. As long as there is one, the region is not released, which makes the life of an unpacked weight
+        exact without a hook that says when a backward node is finished.
+        """
+        return self._references() - self._own_references
+
+    def _references(self) -> int:
+        return int(torch._C._storage_Use_Count(self.storage._cdata))
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Make the memory usable; its content is undefined."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the memory back; the storage object, its tensors and (on the host) its address stay."""
+
+
+class Device(ABC):
+    """The seam between the engine and the hardware that computes."""
+
+    torch_device: torch.device
+    host_visible: bool
+    name: str
+
+    @abstractmethod
+    def region(self, nbytes: int) -> Region: ...
+
+    @abstractmethod
+    def upload(self, dst: torch.Tensor, src: torch.Tensor) -> Ticket:
+        """Copy host ``src`` to compute ``dst``, asynchronously, after what compute has been given so far."""
+
+    @abstractmethod
+    def download(self, dst: torch.Tensor, src: torch.Tensor) -> Ticket:
+        """Copy compute ``src`` to host ``dst``, asynchronously, after what compute has been given so far."""
+
+    @abstractmethod
+    def pin(self, memory: HostMemory) -> bool:
+        """Page-lock a mapping for fast copies; False if that was refused or means nothing here."""
+
+    @abstractmethod
+    def unpin(self, memory: HostMemory) -> None: ...
+
+    def close(self) -> None:
+        """Let go of threads; copies that were asked for are finished first."""
+
+
+class HostRegion(Region):
+    def __init__(self, nbytes: int, poison: bool) -> None:
+        self._memory = HostMemory(nbytes)
+        self._poison = poison
+        super().__init__(self._memory.tensor)
+
+    def commit(self) -> None:
+        self.committed = True
+
+    def release(self) -> None:
+        self.committed = False
+        if self._poison:
+            self.flat.fill_(POISON)
+        else:
+            self._memory.discard()
+
+
+class HostDevice(Device):
+    """No accelerator: the ``gpu`` tier is an arena in host memory, with a budget of its own."""
+
+    host_visible = True
+    name = "host"
+
+    def __init__(self, lanes: Lanes, poison: bool = False) -> None:
+        self.torch_device = torch.device("cpu")
+        self._lanes, self._poison = lanes, poison
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="offload-copy")
+
+    def region(self, nbytes: int) -> Region:
+        return HostRegion(nbytes, self._poison)
+
+    def upload(self, dst: torch.Tensor, src: torch.Tensor) -> Ticket:
+        return FutureTicket(self._pool.submit(self._copy, "h2d", dst, src))
+
+    def download(self, dst: torch.Tensor, src: torch.Tensor) -> Ticket:
+        return FutureTicket(self._pool.submit(self._copy, "d2h", dst, src))
+
+    def _copy(self, lane: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+        start = time.monotonic_ns()
+        dst.copy_(src)
+        self._lanes[lane].record(start, time.monotonic_ns(), src.numel() * src.element_size())
+
+    def pin(self, memory: HostMemory) -> bool:
+        return False
+
+    def unpin(self, memory: HostMemory) -> None:
+        return
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
+
+class _CudaRegion(Region):
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        super().__init__(torch.empty(nbytes, dtype=torch.uint8, device=device))
+        self.storage.resize_(0)
+
+    def commit(self) -> None:
+        self.storage.resize_(self.nbytes)
+        self.committed = True
+
+    def release(self) -> None:
+        self.storage.resize_(0)
+        self.committed = False
+
+
+class _EventTicket(Ticket):
+    """A copy on a side stream: the host waits for its event, the compute stream is ordered after it."""
+
+    def __init__(self, start: Any, end: Any, keep: tuple[torch.Tensor, ...], record: Any) -> None:
+        self._start, self._end, self._keep, self._record = start, end, keep, record
+
+    def done(self) -> bool:
+        return bool(self._end.query())
+
+    def wait(self) -> None:
+        self._end.synchronize()
+        self._finish()
+
+    def order_compute(self) -> None:
+        torch.cuda.current_stream().wait_event(self._end)
+
+    def _finish(self) -> None:
+        if self._record is not None:
+            self._record(self._start.elapsed_time(self._end))
+        self._record, self._keep = None, ()
+
+
+class CudaDevice(Device):
+    """A CUDA (or ROCm) device: own streams for each direction, page-locked mappings, stream-ordered release."""
+
+    host_visible = False
+    name = "cuda"
+
+    def __init__(self, device: torch.device, lanes: Lanes) -> None:
+        self.torch_device, self._lanes = device, lanes
+        self._streams = {lane: torch.cuda.Stream(device) for lane in ("h2d", "d2h")}
+
+    def region(self, nbytes: int) -> Region:
+        return _CudaRegion(max(nbytes, 1), self.torch_device)
+
+    def upload(self, dst: torch.Tensor, src: torch.Tensor) -> Ticket:
+        return self._copy("h2d", dst, src)
+
+    def download(self, dst: torch.Tensor, src: torch.Tensor) -> Ticket:
+        return self._copy("d2h", dst, src)
+
+    def _copy(self, lane: str, dst: torch.Tensor, src: torch.Tensor) -> Ticket:
+        stream, counter, nbytes = self._streams[lane], self._lanes[lane], src.numel() * src.element_size()
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.default_stream(self.torch_device))
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            start.record(stream)
+            dst.copy_(src, non_blocking=True)
+            end.record(stream)
+
+        def record(milliseconds: float) -> None:
+            now = time.monotonic_ns()
+            counter.record(now - int(milliseconds * 1e6), now, nbytes)
+
+        return _EventTicket(start, end, (dst, src), record)
+
+    def pin(self, memory: HostMemory) -> bool:
+        code = torch.cuda.cudart().cudaHostRegister(memory.tensor.data_ptr(), memory.nbytes, 0)
+        if int(code) != 0:
+            warnings.warn(
+                f"page-locking {memory.nbytes} bytes was refused (CUDA error {int(code)}); copies use ordinary memory",
+                stacklevel=2,
+            )
+            return False
+        return True
+
+    def unpin(self, memory: HostMemory) -> None:
+        torch.cuda.cudart().cudaHostUnregister(memory.tensor.data_ptr())
+
+
+def default_device_name() -> str:
+    """``cuda`` where there is a CUDA device, else ``cpu``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def open_device(name: str | None, lanes: Lanes, poison: bool) -> Device:
+    """The device called ``cpu``, ``cuda[:n]`` or ``simulated``; None picks what is there."""
+    name = name or default_device_name()
+    if name == "simulated":
+        from offload.storage.simulated import SimulatedDevice
+
+        return SimulatedDevice(lanes)
+    device = torch.device(name)
+    if device.type == "cpu":
+        return HostDevice(lanes, poison)
+    if device.type == "cuda" and torch.cuda.is_available():
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return CudaDevice(torch.device("cuda", index), lanes)
+    raise ConfigError(f"device: expected 'cpu', 'simulated' or an available 'cuda[:n]', found {name!r}")
+
+
+def total_compute_memory(device: Device) -> int | None:
+    """Free bytes on the accelerator, or None where compute memory is host memory."""
+    if device.torch_device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device.torch_device)
+    return int(free)

@@ -1,0 +1,38 @@
+"""Tiers as accounts: what each holds, has held at most, and may hold. A budget is a hard limit (rule R3)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from offload.errors import BudgetError
+from offload.sizes import format_size
+
+
+class Tier:
+    """The account of one tier. ``take`` before memory is used, ``give`` after it was returned; sizes in bytes."""
+
+    def __init__(self, name: str, budget: int) -> None:
+        self.name, self.budget = name, budget
+        self.used = self.peak = 0
+        self.by_kind: Counter[str] = Counter()
+
+    @property
+    def free(self) -> int:
+        return self.budget - self.used
+
+    def take(self, nbytes: int, kind: str) -> None:
+        """Count ``nbytes`` more of ``kind``; raises :class:`BudgetError` instead of passing the budget."""
+        if nbytes > self.free:
+            held = ", ".join(f"{k} {format_size(v)}" for k, v in self.by_kind.most_common() if v)
+            raise BudgetError(
+                f"tier {self.name!r}: expected room for {format_size(nbytes)} of {kind}, found {format_size(self.free)} "
+                f"free of a budget of {format_size(self.budget)} (held: {held or 'nothing'}); "
+                f"raise budgets[{self.name!r}] by at least {format_size(nbytes - self.free)}"
+            )
+        self.used += nbytes
+        self.by_kind[kind] += nbytes
+        self.peak = max(self.peak, self.used)
+
+    def give(self, nbytes: int, kind: str) -> None:
+        self.used -= nbytes
+        self.by_kind[kind] -= nbytes

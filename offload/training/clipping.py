@@ -1,0 +1,37 @@
+"""Clipping by the global norm without a pass of its own over the gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from offload.training.optimizer import runtime_of, sum_squares
+
+
+def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Clip the gradients of a wrapped model to a global L2 norm of ``max_norm``; returns the norm before (fp64, 0-dim).
+
+    The squares are summed per parameter in double, in a fixed order. The factor, ``max_norm / (norm + 1e-6)`` and at
+    most 1, is applied by the next ``optimizer.step()`` in the pass that reads the gradient anyway: ``p.grad`` keeps the
+    unclipped value, and a bf16 gradient is not rounded a second time (``torch.nn.utils.clip_grad_norm_`` works too, and
+    rounds it). A norm that is not finite makes ``step()`` leave the update out. ``parameters`` should be all that the
+    optimizer updates: the factor holds for the whole step.
+    """
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if not listed:
+        return torch.zeros((), dtype=torch.float64)
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm: expected a number >= 0, found {max_norm!r}")
+    runtime = runtime_of(listed[0])
+    runtime.gradients.wait()
+    total = 0.0
+    for parameter in listed:
+        unit, index = runtime.place_of(parameter)  # type: ignore[arg-type]
+        gradient = runtime.gradients.get(unit, index)
+        if gradient is not None:
+            total += sum_squares(gradient)
+    norm = math.sqrt(total) if total >= 0 else math.nan
+    runtime.set_clip_factor(min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan)
+    return torch.tensor(norm, dtype=torch.float64)

@@ -1,0 +1,116 @@
+"""Gradients: taken from autograd as they appear, kept in one exact-size buffer per unit, added when accumulating.
+
+``p.grad`` of a wrapped model is a view of this buffer. On the host it has the compute dtype for fp32 and bf16, fp32 for
+fp16 (a sum of scaled fp16 gradients overflows, and ``GradScaler`` refuses them), or what ``grad_dtype`` asks for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from offload.sharding.unit import Member, Unit
+from offload.storage.device import Device
+from offload.storage.memory import view
+from offload.storage.ticket import Ticket
+
+
+class GradientBuffer:
+    """The gradients of one unit. ``allocate`` is called at the first one and returns the flat uint8 buffer."""
+
+    def __init__(self, unit: Unit, dtype: torch.dtype, allocate: Callable[[], torch.Tensor]) -> None:
+        self.unit, self.dtype, self._allocate = unit, dtype, allocate
+        self._flat: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+        self.present = [False] * len(unit.members)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """All gradients of the unit, flat, in the gradient dtype; the memory is asked for at the first call."""
+        if self._flat is None:
+            self._flat = view(self._allocate(), self.dtype, 0, self.unit.layout.numel)
+        return self._flat
+
+    def view(self, index: int) -> torch.Tensor:
+        """The place of member ``index``'s gradient, in its shape; the same object at each call."""
+        if not self._views:
+            slots = [m.slot for m in self.unit.members]
+            self._views = [self.flat[s.offset : s.offset + s.numel].view(s.shape) for s in slots]
+        return self._views[index]
+
+
+def gradient_dtype(compute: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype in which gradients of weights of dtype ``compute`` are kept."""
+    if wanted is not None:
+        return wanted
+    return torch.float32 if compute is torch.float16 else compute
+
+
+class Gradients:
+    """All gradient buffers of a model and the copies that are still on their way to them."""
+
+    def __init__(self, device: Device, buffers: list[GradientBuffer]) -> None:
+        self._device, self._buffers = device, buffers
+        self._under_way: deque[tuple[Ticket, torch.Tensor]] = deque()
+
+    def buffer(self, unit: Unit) -> GradientBuffer:
+        return self._buffers[unit.index]
+
+    def arrived(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
+        """Take a gradient that autograd has just finished; added to what is there, in the order of arrival."""
+        buffer, gradient = self._buffers[unit.index], gradient.detach()
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        target = buffer.view(index)
+        if self._device.host_visible or target.device == gradient.device != torch.device("cpu"):
+            if buffer.present[index]:
+                target.add_(gradient)
+            else:
+                target.copy_(gradient)
+        else:
+            self._bring(target, gradient.to(buffer.dtype).contiguous(), buffer.present[index])
+        buffer.present[index] = True
+
+    def _bring(self, target: torch.Tensor, gradient: torch.Tensor, add: bool) -> None:
+        while self._under_way and self._under_way[0][0].done():
+            self._under_way.popleft()[0].wait()
+        if not add:
+            self._under_way.append((self._device.download(target, gradient), gradient))
+            return
+        self.wait()  # the gradient that this one is added to must have landed
+        arrived = torch.empty_like(target)
+        self._device.download(arrived, gradient).wait()
+        target.add_(arrived)
+
+    def wait(self) -> None:
+        """Until every gradient has landed."""
+        while self._under_way:
+            ticket, _ = self._under_way[0]
+            ticket.wait()
+            self._under_way.popleft()
+
+    def get(self, unit: Unit, index: int) -> torch.Tensor | None:
+        buffer = self._buffers[unit.index]
+        if not buffer.present[index]:
+            return None
+        self.wait()
+        return buffer.view(index)
+
+    def set(self, unit: Unit, index: int, value: torch.Tensor | None) -> None:
+        buffer = self._buffers[unit.index]
+        self.wait()
+        if value is None:
+            buffer.present[index] = False
+            return
+        member: Member = unit.members[index]
+        if tuple(value.shape) != member.slot.shape:
+            raise RuntimeError(
+                f"the gradient of {member.name!r} must have its shape: expected {member.slot.shape}, "
+                f"found {tuple(value.shape)}"
+            )
+        target = buffer.view(index)
+        if value is not target:
+            target.copy_(value)
+        buffer.present[index] = True

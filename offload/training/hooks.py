@@ -1,0 +1,75 @@
+"""Hooks on units, not on leaves: a module's forward brings its units and lets them go; gradients leave as they come."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from offload.sharding.unit import Unit
+from offload.training.runtime import Frame, Runtime
+
+
+def attach(runtime: Runtime, model: nn.Module, users: Sequence[tuple[nn.Module, list[int]]]) -> list[Any]:
+    """Hook ``model``; returns the handles whose ``remove()`` undoes it."""
+    handles: list[Any] = [model.register_forward_pre_hook(_recover(runtime, model))]
+    for module, needed in users:
+        units = [runtime.units[i] for i in needed]
+        before, after = _around(runtime, module, units)
+        handles.append(module.register_forward_pre_hook(before))
+        handles.append(module.register_forward_hook(after, always_call=True))
+    for unit in runtime.units:
+        for member in unit.members:
+            if member.parameter.is_floating_point():
+                handles.append(_on_gradient(runtime, member.parameter))
+    return handles
+
+
+def _recover(runtime: Runtime, model: nn.Module) -> Callable[[nn.Module, Any], None]:
+    hooked = weakref.ref(model)
+
+    @torch.compiler.disable
+    def recover(module: nn.Module, args: Any) -> None:
+        if module is hooked():
+            runtime.recover()
+
+    return recover
+
+
+def _around(
+    runtime: Runtime, owner: nn.Module, units: Sequence[Unit]
+) -> tuple[Callable[[nn.Module, Any], None], Callable[[nn.Module, Any, Any], None]]:
+    # A deep copy of the model carries these hooks along, but not its parameters: it is plain, and they leave it alone.
+    hooked = weakref.ref(owner)
+    # One entry for each call of `before`, None if it failed: torch calls `after` for that one as well.
+    begun: list[Frame | None] = []
+
+    @torch.compiler.disable
+    def before(module: nn.Module, args: Any) -> None:
+        if module is hooked():
+            begun.append(None)
+            begun[-1] = runtime.before_forward(units)
+
+    @torch.compiler.disable
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if module is hooked() and begun:
+            frame = begun.pop()
+            if frame is not None:
+                runtime.after_forward(frame)
+
+    return before, after
+
+
+def _on_gradient(runtime: Runtime, parameter: nn.Parameter) -> RemovableHandle:
+    # torch takes this hook only while the parameter requires a gradient, and a frozen one may be unfrozen later.
+    frozen = not parameter.requires_grad
+    if frozen:
+        parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(runtime.accept_gradient)
+    if frozen:
+        parameter.requires_grad_(False)
+    return handle

@@ -1,0 +1,98 @@
+"""Looking at a wrapped model from outside: whole parameters, whole state, figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from offload.storage.tiers import Tier
+from offload.trace import Lane
+from offload.training.optimizer import runtime_of
+from offload.training.parameter import OffloadedParameter, ResidentParameter
+from offload.training.runtime import Runtime, runtime_of_model
+from offload.training.state import read_member
+
+
+@dataclass(frozen=True)
+class Stats:
+    """``tiers[name].used/.peak/.budget`` in bytes, ``lanes[name].bytes/.busy_s``, whether host buffers are pinned."""
+
+    tiers: dict[str, Tier]
+    lanes: dict[str, Lane]
+    pinned: bool
+    placement: dict[str, dict[str, int]]  # kind ("weights", "optimizer state") -> tier -> bytes
+
+
+def stats(model: nn.Module) -> Stats:
+    """What a wrapped model holds on each tier and has moved on each lane so far (bytes, seconds)."""
+    runtime = runtime_of_model(model)
+    placement: dict[str, dict[str, int]] = {"weights": {}, "optimizer state": {}}
+    for unit in runtime.units:
+        _add(placement["weights"], unit.home.tier, unit.home.nbytes)
+        for block in unit.blocks:
+            _add(placement["optimizer state"], block.home.tier, block.home.nbytes)
+    return Stats(dict(runtime.tiers), dict(runtime.lanes.items()), runtime.parts.pinned, placement)
+
+
+def _add(by_tier: dict[str, int], tier: str, nbytes: int) -> None:
+    by_tier[tier] = by_tier.get(tier, 0) + nbytes
+
+
+@contextmanager
+def gather(target: nn.Module | torch.Tensor | Iterable[torch.Tensor], modify: bool = False) -> Iterator[None]:
+    """Whole, readable parameters inside the context; with ``modify`` also changes in place, which reach the masters.
+
+    ``target`` is a parameter, several, or a module; their units must fit the compute budget together
+    (:class:`BudgetError`). Without ``modify``, a change raises :class:`RuntimeError` at the end of the context.
+    """
+    if isinstance(target, torch.Tensor):
+        parameters: list[torch.Tensor] = [target]
+    else:
+        parameters = list(target.parameters() if isinstance(target, nn.Module) else target)
+    ours = [p for p in parameters if isinstance(p, OffloadedParameter | ResidentParameter)]
+    if not ours:
+        yield
+        return
+    runtime = runtime_of(ours[0])
+    units = list(dict.fromkeys(runtime.place_of(p)[0] for p in ours))  # type: ignore[arg-type]
+    before = [u.version for u in units]
+    with runtime.resident(units):
+        yield
+    if not modify and [u.version for u in units] != before:
+        raise RuntimeError(
+            "a parameter was changed inside offload.gather(..., modify=False): the change was kept; "
+            "pass modify=True to say that it is meant"
+        )
+
+
+def state_dict(model: nn.Module, master: bool = False) -> dict[str, torch.Tensor]:
+    """Whole named tensors of a wrapped model as host copies, buffers included, one unit resident at a time.
+
+    With ``master``, parameters that are trained come as their fp32 masters. Tied names share one tensor. The names are
+    those of ``model.state_dict()``.
+    """
+    runtime = runtime_of_model(model)
+    runtime.settle()
+    out: dict[str, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            out[name] = value
+            continue
+        if id(value) not in copies:
+            copies[id(value)] = _copy(runtime, value, master)
+        out[name] = copies[id(value)]
+    return out
+
+
+def _copy(runtime: Runtime, value: torch.Tensor, master: bool) -> torch.Tensor:
+    if master and isinstance(value, OffloadedParameter | ResidentParameter):
+        unit, index = runtime.place_of(value)
+        found = read_member(runtime.state, unit, unit.members[index])
+        if found is not None:
+            return found[0]
+    return value.detach().clone().cpu()

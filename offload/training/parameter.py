@@ -1,0 +1,241 @@
+"""Two classes for one parameter object: resident (plain speed) and offloaded (fetches when touched).
+
+# Note [Two classes, one object]
+``p.__class__`` is switched when its unit comes and goes. The object stays the same, so ties, optimizers, clipping,
+schedulers and EMA keep working; and ``p.data`` is always a tensor over the unit's storage, whose bytes come and go
+beneath it. While the unit computes, ``__torch_function__`` is disabled and costs nothing. While it is away, every
+function of torch that gets the parameter first fetches the unit, runs, and lets go; questions of shape and type are
+answered without a fetch. A result that is itself a view of the unit's memory becomes an :class:`OffloadedView`, which
+behaves in the same way, so no alias made outside a unit's forward is ever read while the memory is away.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from offload.errors import OffloadError
+from offload.sharding.unit import Unit
+
+_Disabled = torch._C.DisableTorchFunctionSubclass
+_Args = tuple[Any, ...]
+
+
+class Owner(Protocol):
+    """What a touched parameter needs from the runtime that owns its unit."""
+
+    def touching(self, units: list[Unit]) -> AbstractContextManager[None]:
+        """The units are resident and stay, and what autograd saves is packed, inside the context."""
+
+    def written(self, unit: Unit, target: torch.Tensor, source: torch.Tensor | None) -> None:
+        """``target``, a tensor over the unit's memory, was changed in place (by copying ``source``, if given)."""
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None: ...
+
+    def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None: ...
+
+
+_registry: dict[int, tuple[weakref.ref[Owner], Unit]] = {}
+
+
+def register(owner: Owner, unit: Unit) -> None:
+    """Make every tensor over the unit's storage known as the unit's."""
+    _registry[unit.region.key] = (weakref.ref(owner), unit)
+
+
+def unregister(unit: Unit) -> None:
+    _registry.pop(unit.region.key, None)
+
+
+def unit_of(tensor: torch.Tensor) -> Unit | None:
+    """The unit whose memory the tensor looks at, or None. Call it with ``__torch_function__`` disabled."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return None
+    entry = _registry.get(tensor.untyped_storage()._cdata)
+    return entry[1] if entry else None
+
+
+def _entry(tensor: torch.Tensor) -> tuple[Owner, Unit]:
+    with _Disabled():
+        entry = _registry.get(tensor.untyped_storage()._cdata)
+    owner = entry[0]() if entry else None
+    if entry is None or owner is None:
+        raise OffloadError(
+            "this parameter belongs to an offloaded model that no longer exists; keep the model, or unwrap it first"
+        )
+    return owner, entry[1]
+
+
+def owner_of(tensor: torch.Tensor) -> Owner:
+    """The runtime that a tensor over a unit's memory belongs to."""
+    return _entry(tensor)[0]
+
+
+class _HostGradient(nn.Parameter):
+    """What both classes share: ``grad`` is the gradient that the update will use, wherever it is kept."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return _entry(self)[0].gradient(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _entry(self)[0].set_gradient(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _entry(self)[0].set_gradient(self, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A plain parameter with the same values: a copy of an offloaded model is an ordinary model."""
+        copy = nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class ResidentParameter(_HostGradient):
+    """A parameter whose unit is in compute memory and stays there while its module runs."""
+
+
+class OffloadedParameter(_HostGradient):
+    """A parameter whose unit may be away: it has its true shape over no memory, and fetches when touched."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: _Args = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+
+class OffloadedView(torch.Tensor):
+    """A view of a unit's memory made outside the unit's forward; fetches when touched, writes through."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: _Args = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _POINTERS and isinstance(args[0], OffloadedView):
+            _make_plain(args[0])
+        return _dispatch(func, args, kwargs or {})
+
+
+def _dispatch(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any:
+    if func in _METADATA:
+        with _Disabled():
+            return func(*args, **kwargs)
+    if func in _ALIASES:
+        with _Disabled():
+            return _guard(func(*args, **kwargs))
+    if func in _COPIES:
+        return func(args[0].detach().clone(), *args[1:], **kwargs)
+    if func is _SET_DATA:
+        return _set_data(*args)
+    return _touch(func, args, kwargs)
+
+
+def _touch(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any:
+    touched = [t for t in _tensors((args, kwargs)) if isinstance(t, OffloadedParameter | OffloadedView)]
+    entries = [_entry(t) for t in touched]
+    owner = entries[0][0]
+    with owner.touching(list(dict.fromkeys(unit for _, unit in entries))), _Disabled():
+        versions = [t._version for t in touched]
+        result = func(*args, **kwargs)
+        source = args[1] if func is torch.Tensor.copy_ and isinstance(args[1], torch.Tensor) else None
+        for tensor, version, (_, unit) in zip(touched, versions, entries, strict=True):
+            if tensor._version != version:
+                owner.written(unit, tensor, source if tensor is args[0] else None)
+        return _guard(result)
+
+
+def _set_data(target: torch.Tensor, value: torch.Tensor) -> None:
+    if value is target:
+        return
+    if value.shape != target.shape or value.dtype != target.dtype:
+        raise OffloadError(
+            f"an offloaded parameter keeps its shape and dtype: expected {tuple(target.shape)} {target.dtype}, found "
+            f"{tuple(value.shape)} {value.dtype}; call offload.unwrap(model), change it, and wrap it again"
+        )
+    with torch.no_grad():
+        target.copy_(value)
+
+
+def _make_plain(alias: OffloadedView) -> None:
+    """Who asks for a pointer will read behind our back, so the view becomes a tensor with a copy of its own."""
+    copy = alias.detach().clone()
+    with _Disabled():
+        if alias.requires_grad:
+            raise OffloadError(
+                "the memory of an offloaded parameter has no lasting address; use offload.gather(...) around the "
+                "access, or a copy (.detach().clone())"
+            )
+        alias.__class__ = torch.Tensor  # type: ignore[assignment]
+        alias.data = copy
+
+
+def _guard(result: Any) -> Any:
+    """Turn tensors that look at a unit's memory into views that fetch."""
+    for tensor in _tensors(result):
+        if type(tensor) is torch.Tensor:
+            unit = unit_of(tensor)
+            if unit is not None:
+                tensor.__class__ = OffloadedView  # type: ignore[assignment]
+                unit.add_view(tensor)
+    return result
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _tensors(value)
+
+
+def _named(owner: Any, names: str, attribute: str | None = None) -> Iterable[Any]:
+    for name in names.split():
+        found = getattr(owner, name, None)
+        if attribute is not None:
+            found = getattr(found, attribute, None)
+        if found is not None:
+            yield found
+
+
+_METADATA = {
+    *_named(
+        torch.Tensor,
+        "shape dtype device layout ndim requires_grad is_leaf grad_fn _grad_fn names output_nr _version itemsize nbytes "
+        "is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_nested is_cpu is_cuda is_xpu is_mps is_vulkan is_hpu "
+        "is_ipu is_xla is_maia is_mtia retains_grad _backward_hooks _post_accumulate_grad_hooks _cdata grad_dtype",
+        "__get__",
+    ),
+    *_named(torch.Tensor, "requires_grad _backward_hooks _post_accumulate_grad_hooks", "__set__"),
+    *_named(
+        torch.Tensor,
+        "size dim ndimension stride numel nelement element_size is_floating_point is_complex is_signed is_contiguous "
+        "storage_offset requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad get_device is_shared "
+        "is_inference is_same_size data_ptr untyped_storage dim_order has_names is_conj is_neg __hash__ _is_view",
+    ),
+    *_named(
+        torch,
+        "is_floating_point is_complex is_signed numel is_same_size result_type is_conj is_neg is_inference "
+        "empty_like zeros_like ones_like full_like rand_like randn_like",
+    ),
+    torch.Tensor.grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.grad.__set__,  # type: ignore[attr-defined]
+    torch.Tensor.grad.__delete__,  # type: ignore[attr-defined]
+}
+_ALIASES = {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__, torch.Tensor.T.__get__, torch.Tensor.t}  # type: ignore[attr-defined]
+_COPIES = {*_named(torch.Tensor, "numpy __array__ __reduce_ex__ __deepcopy__ tolist")}
+_POINTERS = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage}
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -1,0 +1,131 @@
+"""Which units are in compute memory: fetched, kept while used, released when room is needed, within the budget."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+from offload.errors import BudgetError
+from offload.sharding.unit import State, Unit
+from offload.sizes import format_size
+from offload.storage.tiers import Tier
+from offload.training.schedule import Schedule
+from offload.training.transfers import Transfers
+
+KIND = "weights"
+
+
+class Residency:
+    """The state machine of all units. A unit with pins, or at which somebody looks, is never released."""
+
+    def __init__(
+        self, units: Sequence[Unit], tier: Tier, transfers: Transfers, depth: int, eager_release: bool = False
+    ) -> None:
+        self._units, self._tier, self._transfers, self._depth = units, tier, transfers, depth
+        self._eager_release = eager_release
+        self._schedule = Schedule()
+        self._clock = 0
+
+    def use(self, unit: Unit, training: bool) -> None:
+        """Have ``unit`` resident, before anything that compute does from now on, and ask for what comes next."""
+        self._clock += 1
+        unit.used_at = self._clock
+        if unit.state is State.AWAY:
+            self._start(unit)
+        if unit.state is State.FETCHING:
+            self._land(unit)
+        self._schedule.used(unit.index, training)
+
+    def prefetch(self, training: bool) -> None:
+        """Ask for the units that the schedule expects, as far as there is room."""
+        expected = [self._units[i] for i in self._schedule.ahead(self._depth, training)]
+        for unit in expected:
+            if unit.state is State.AWAY:
+                if not self._make_room(unit, keep=expected):
+                    return
+                self._start(unit)
+
+    def claim(self, unit: Unit) -> None:
+        """Have compute memory for a unit all of whose bytes the caller is about to write."""
+        if unit.state is State.AWAY:
+            self._commit(unit)
+            unit.state = State.RESIDENT
+        elif unit.state is State.FETCHING:
+            self._land(unit)
+
+    def settle(self, unit: Unit) -> None:
+        """If a fetch is under way, wait for it."""
+        if unit.state is State.FETCHING:
+            self._land(unit)
+
+    def is_resident(self, unit: Unit) -> bool:
+        return unit.state is State.RESIDENT
+
+    def pin(self, unit: Unit) -> None:
+        unit.pins += 1
+
+    def unpin(self, unit: Unit) -> None:
+        unit.pins -= 1
+        if self._eager_release and self._releasable(unit):
+            self.release(unit)
+
+    def release(self, unit: Unit) -> None:
+        """Give the memory of a unit back; its weights are at home, unchanged."""
+        if unit.permanent or unit.state is State.AWAY:
+            return
+        if unit.ticket is not None:
+            unit.ticket.order_compute()
+            unit.ticket = None
+        unit.region.release()
+        unit.state = State.AWAY
+        self._tier.give(unit.region.nbytes, KIND)
+
+    def _start(self, unit: Unit) -> None:
+        self._commit(unit)
+        unit.ticket = self._transfers.fetch(unit)
+        unit.state = State.FETCHING
+
+    def _land(self, unit: Unit) -> None:
+        ticket = unit.ticket
+        assert ticket is not None
+        try:
+            ticket.order_compute()
+        except BaseException:
+            unit.ticket = None
+            self.release(unit)  # so that the next use asks again
+            raise
+        unit.ticket = None
+        unit.state = State.RESIDENT
+
+    def _commit(self, unit: Unit) -> None:
+        if not self._make_room(unit) and not (gc.collect() and self._make_room(unit)):
+            held = [f"{u.name} ({'in use' if u.pins else 'a view of it is alive'})" for u in self._here()]
+            raise BudgetError(
+                f"tier 'gpu': expected room for unit {unit.name!r} ({format_size(unit.region.nbytes)}), found "
+                f"{format_size(self._tier.free)} free of {format_size(self._tier.budget)}; these units cannot be "
+                f"released: {', '.join(held) or 'none'}. Raise budgets['gpu'], or use fewer units at once"
+            )
+        self._tier.take(unit.region.nbytes, KIND)
+        unit.region.commit()
+
+    def _make_room(self, unit: Unit, keep: Sequence[Unit] = ()) -> bool:
+        """Release what was used longest ago until ``unit`` fits; False (and nothing released) if that cannot be."""
+        missing = unit.region.nbytes - self._tier.free
+        if missing <= 0:
+            return True
+        victims = []
+        for victim in sorted(self._here(), key=lambda u: u.used_at):
+            if victim not in keep and victim is not unit and self._releasable(victim):
+                victims.append(victim)
+                missing -= victim.region.nbytes
+                if missing <= 0:
+                    for v in victims:
+                        self.release(v)
+                    return True
+        return False
+
+    def _here(self) -> list[Unit]:
+        return [u for u in self._units if u.state is not State.AWAY and not u.permanent]
+
+    def _releasable(self, unit: Unit) -> bool:
+        return not unit.pins and not unit.permanent and not unit.aliased

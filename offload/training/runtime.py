@@ -1,0 +1,299 @@
+"""The runtime of one wrapped model: owns its units and answers modules, autograd and parameters that need them.
+
+The methods stand in the order of a step: forward, backward, gradients, update, and then what looks from outside.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from offload.errors import OffloadError
+from offload.sharding.layout import Span
+from offload.sharding.unit import Member, Unit
+from offload.storage.device import Device
+from offload.storage.memory import HostMemory
+from offload.storage.staging import StagingPool
+from offload.storage.tiers import Tier
+from offload.trace import Lanes
+from offload.training.gradients import Gradients
+from offload.training.parameter import OffloadedParameter, ResidentParameter, register, unregister
+from offload.training.residency import Residency
+from offload.training.saved import SavedTensors
+from offload.training.state import StateStore, follow_weights, member_span, set_master
+from offload.training.transfers import Transfers
+from offload.training.update import PendingUpdate, UnitUpdate
+
+
+@dataclass
+class Parts:
+    """What a runtime is made of; put together by :func:`offload.wrap`."""
+
+    units: list[Unit]
+    device: Device
+    tiers: dict[str, Tier]
+    lanes: Lanes
+    residency: Residency
+    transfers: Transfers
+    gradients: Gradients
+    state: StateStore
+    delivery: StagingPool | None
+    update_thread: concurrent.futures.Executor
+    pinned: bool
+    close: Callable[[], None]  # threads, files and page locks; must not refer to the runtime
+
+
+@dataclass(eq=False)
+class Frame:
+    """One forward of a hooked module that has begun and not yet ended."""
+
+    units: Sequence[Unit]
+    packing: AbstractContextManager[object]
+
+
+attached: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
+
+
+def runtime_of_model(model: nn.Module) -> Runtime:
+    """The runtime of a wrapped model; raises for any other module."""
+    runtime = attached.get(model)
+    if runtime is None:
+        raise OffloadError(
+            f"expected a model that offload.wrap(...) returned, found a {type(model).__name__} that is not wrapped; "
+            "wrap it first, and pass the wrapped module itself (not a part or a compiled copy of it)"
+        )
+    return runtime
+
+
+class Runtime:
+    """Implements :class:`offload.training.parameter.Owner`."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.units, self.device, self.tiers, self.lanes = parts.units, parts.device, parts.tiers, parts.lanes
+        self.state, self.gradients = parts.state, parts.gradients
+        self.closed = False
+        self._residency = parts.residency
+        self._saved = SavedTensors(self._use_in_backward)
+        self._frames: list[Frame] = []
+        self._versions: dict[int, int] = {}
+        self._places = {id(m.parameter): (u, i) for u in self.units for i, m in enumerate(u.members)}
+        self._pending: PendingUpdate | None = None
+        self._clip_factor: float | None = None
+        self._norm_is_fresh = False
+        self._finalizer = weakref.finalize(self, parts.close)
+        for unit in self.units:
+            register(self, unit)
+
+    def place_of(self, parameter: nn.Parameter) -> tuple[Unit, int]:
+        """The unit that a parameter belongs to and its number there; raises for one that is not ours."""
+        place = self._places.get(id(parameter))
+        if place is None:
+            raise OffloadError(
+                f"expected a parameter of the wrapped model, found a foreign one of shape {tuple(parameter.shape)}; "
+                "build the optimizer from model.parameters() after offload.wrap(model)"
+            )
+        return place
+
+    # Forward
+
+    def recover(self) -> None:
+        """Undo forwards that never ended: an interrupt is no Exception, so no hook of torch's saw it."""
+        while self._frames:
+            self.after_forward(self._frames[-1])
+
+    def before_forward(self, units: Sequence[Unit]) -> Frame:
+        """The module's units become resident and stay; what autograd saves of them is packed."""
+        entered: list[Unit] = []
+        try:
+            for unit in units:
+                self._enter(unit)
+                entered.append(unit)
+            packing = nullcontext() if all(u.permanent for u in units) else self._saved.packing()
+            packing.__enter__()
+        except BaseException:
+            for unit in entered:
+                self._leave(unit)
+            raise
+        frame = Frame(units, packing)
+        self._frames.append(frame)
+        self._residency.prefetch(torch.is_grad_enabled())
+        return frame
+
+    def after_forward(self, frame: Frame) -> None:
+        """Let go of what the ``before_forward`` that returned ``frame`` took."""
+        if frame not in self._frames:
+            return  # recovered already
+        self._frames.remove(frame)
+        frame.packing.__exit__(None, None, None)
+        for unit in frame.units:
+            self._leave(unit)
+
+    @contextmanager
+    def touching(self, units: list[Unit]) -> Iterator[None]:
+        """Owner: as around a forward, for one function of torch."""
+        frame = self.before_forward(units)
+        try:
+            yield
+        finally:
+            self.after_forward(frame)
+
+    def _enter(self, unit: Unit) -> None:
+        self.settle()
+        self._residency.use(unit, training=torch.is_grad_enabled())
+        self._residency.pin(unit)
+        if unit.pins == 1:
+            self._versions[unit.index] = _version(unit)
+            for member in unit.members:
+                member.parameter.__class__ = ResidentParameter  # type: ignore[assignment]
+
+    def _leave(self, unit: Unit) -> None:
+        if unit.pins == 1:
+            if _version(unit) != self._versions[unit.index]:
+                self._follow(unit, Span(0, unit.layout.numel))
+            for member in unit.members:
+                member.parameter.__class__ = OffloadedParameter  # type: ignore[assignment]
+        self._residency.unpin(unit)
+
+    # Backward
+
+    def _use_in_backward(self, unit: Unit) -> None:
+        self.settle()
+        self._residency.use(unit, training=True)
+        self._residency.prefetch(training=True)
+
+    def accept_gradient(self, parameter: nn.Parameter) -> None:
+        """Post-accumulate hook: take what autograd has just put into the parameter's own gradient field."""
+        self.settle()
+        unit, index = self._places[id(parameter)]
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            gradient = torch.Tensor.grad.__get__(parameter)  # type: ignore[attr-defined]
+            if gradient is None:
+                return
+            self._norm_is_fresh = False
+            self.gradients.arrived(unit, index, gradient)
+            torch.Tensor.grad.__set__(parameter, None)  # type: ignore[attr-defined]
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Owner: the gradient that the next update will use, or None."""
+        unit, index = self.place_of(parameter)
+        return self.gradients.get(unit, index)
+
+    def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+        """Owner: replace it, or (None) leave the parameter out of the next update."""
+        self.settle()
+        unit, index = self.place_of(parameter)
+        self._norm_is_fresh = False
+        if value is None:
+            self._clip_factor = None  # zero_grad(): the gradients it was made from are gone
+        with torch.no_grad():
+            self.gradients.set(unit, index, value)
+
+    # Update
+
+    def promise(self, updates: list[UnitUpdate]) -> None:
+        """Carry out an update. If that fails, it stays promised, together with the gradients it needs."""
+        taken = [self.gradients.buffer(u.unit) for u in updates]
+        present = [b.present for b in taken]
+        for buffer in taken:
+            buffer.present = [False] * len(buffer.present)
+        p = self.parts
+        self._pending = PendingUpdate(
+            updates, p.device, p.residency, p.state.staging, p.delivery, p.lanes
+        )
+        self.settle()
+        for buffer, before in zip(taken, present, strict=True):
+            buffer.present = before  # as after a plain step(): there until zero_grad()
+
+    def set_clip_factor(self, factor: float) -> None:
+        """Multiply gradients by this in the next update, in the pass that reads them anyway; NaN leaves it out."""
+        self._clip_factor, self._norm_is_fresh = factor, True
+
+    def take_clip_factor(self) -> tuple[float, bool]:
+        """The factor (1 if none was set) and whether the gradients are the ones it was made from."""
+        factor, fresh = self._clip_factor, self._norm_is_fresh
+        self._clip_factor, self._norm_is_fresh = None, False
+        return (1.0, False) if factor is None else (factor, fresh)
+
+    def settle(self) -> None:
+        """Finish an update that was promised and failed half-way; raises again while the fault lasts."""
+        if self._pending is not None:
+            self._pending.finish(self.parts.update_thread)
+            self._pending = None
+
+    # Looking and writing from outside
+
+    @contextmanager
+    def resident(self, units: Sequence[Unit]) -> Iterator[None]:
+        """The units are in compute memory and their parameters plain inside the context."""
+        entered: list[Unit] = []
+        try:
+            for unit in units:
+                self._enter(unit)
+                entered.append(unit)
+            yield
+        finally:
+            for unit in reversed(entered):
+                self._leave(unit)
+
+    def written(self, unit: Unit, target: torch.Tensor, source: torch.Tensor | None) -> None:
+        """Owner: weights were changed in place; the master follows, exactly if a whole parameter was copied."""
+        member = self._whole_member(unit, target)
+        if member is not None:
+            self._follow(unit, member_span(member))
+            if source is not None and source.numel() == member.slot.numel and not source.is_meta:
+                set_master(self.state, unit, member, source)
+        else:
+            self._follow(unit, Span(0, unit.layout.numel))
+        self._versions[unit.index] = _version(unit)
+
+    def _follow(self, unit: Unit, span: Span) -> None:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self.parts.transfers.store(unit)
+            follow_weights(self.state, unit, span, self.host_weights(unit))
+        unit.version += 1
+
+    def host_weights(self, unit: Unit) -> torch.Tensor:
+        """The flat weights of a resident unit where the host can read them (a copy unless it sees compute memory)."""
+        flat = unit.region.flat[: unit.nbytes]
+        if not self.device.host_visible:
+            copy = HostMemory(unit.nbytes).tensor[: unit.nbytes]
+            self.device.download(copy, flat).wait()
+            flat = copy
+        return unit.weights(flat)
+
+    @staticmethod
+    def _whole_member(unit: Unit, target: torch.Tensor) -> Member | None:
+        if target.dtype != unit.dtype or not target.is_contiguous():
+            return None
+        for member in unit.members:
+            if member.slot.offset == target.storage_offset() and member.slot.numel == target.numel():
+                return member
+        return None
+
+    def prepare_state(self, unit: Unit, member: Member) -> None:
+        """Make optimizer state for a parameter that was frozen when the model was wrapped."""
+        if not self.state.has(unit, member):
+            with self.resident([unit]):
+                self.state.add_member(unit, member, self.host_weights(unit))
+
+    def close(self) -> None:
+        """Give everything back; the parameters are no longer ours. Promised updates should be settled before."""
+        if self.closed:
+            return
+        self.closed = True
+        for unit in self.units:
+            unregister(unit)
+        self._finalizer()
+
+
+def _version(unit: Unit) -> int:
+    """Changes with each in-place change of any of the unit's parameters."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return sum(m.parameter._version for m in unit.members)

@@ -1,0 +1,100 @@
+"""What autograd saves of a unit is a position, not memory: packed in forward, fetched again when backward unpacks it.
+
+# Note [Backward fetches when autograd unpacks]
+A weight saved for backward is packed as (unit, version, place). Unpacking fetches the unit and makes a tensor over its
+storage, which counts as somebody looking (see Note [Memory goes only when nobody looks at it]) until the backward node
+that asked has let go of it. This does not care what modules return, how often they are used, whether inputs need
+gradients or how often backward runs.
+
+# Note [Hooks do not stack]
+Only the innermost pair of saved-tensor hooks is called by autograd, so around a unit's forward ours would hide those of
+activation checkpointing or ``save_on_cpu`` outside it. What is not a unit's memory is therefore handed on to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from offload.sharding.unit import Unit
+from offload.training.parameter import unit_of
+
+_Hook = Callable[[Any], Any]
+
+
+class _Weight(NamedTuple):
+    unit: Unit
+    version: int
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Activation(NamedTuple):
+    tensor: torch.Tensor
+    version: int
+
+
+class _Foreign(NamedTuple):
+    handle: Any
+    unpack: _Hook
+
+
+class SavedTensors:
+    """``use(unit)`` makes a unit resident; called for each weight that backward unpacks."""
+
+    def __init__(self, use: Callable[[Unit], None]) -> None:
+        self._use = use
+
+    def packing(self) -> AbstractContextManager[Any]:
+        """Pack what autograd saves inside the context."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if outer is not None and getattr(outer[0], "packs_units", False):
+            return nullcontext()
+        pack = _Pack(outer[0] if outer else None, outer[1] if outer else None)
+        return saved_tensors_hooks(pack, self._unpack)
+
+    def _unpack(self, packed: Any) -> Any:
+        if isinstance(packed, _Weight):
+            unit = packed.unit
+            if packed.version != unit.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a weight of unit {unit.name!r} is at version {unit.version}; expected version {packed.version} "
+                    "instead. It was changed (by optimizer.step() or in place) between this forward and its backward"
+                )
+            self._use(unit)
+            return unit.region.tensor(packed.dtype, packed.offset, packed.size, packed.stride)
+        if isinstance(packed, _Foreign):
+            return packed.unpack(packed.handle)
+        if packed.tensor._version != packed.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor of shape {tuple(packed.tensor.shape)} is at version {packed.tensor._version}; expected "
+                f"version {packed.version} instead"
+            )
+        return packed.tensor
+
+
+class _Pack:
+    packs_units = True
+
+    def __init__(self, outer: _Hook | None, outer_unpack: _Hook | None) -> None:
+        self._outer, self._outer_unpack = outer, outer_unpack
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            unit = unit_of(tensor)
+            if unit is not None and not unit.permanent:
+                return _Weight(
+                    unit, unit.version, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+                )
+            if self._outer is not None and self._outer_unpack is not None:
+                return _Foreign(self._outer(tensor), self._outer_unpack)
+            # Not the tensor itself: one that is an output would hold its own graph in a cycle.
+            return _Activation(tensor.detach(), tensor._version)

@@ -1,0 +1,155 @@
+"""Optimizer state by place: reading, changing and making the blocks of master and moments, wherever they live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from offload.sharding.homes import ComputeHome, HostHome, SwapHome
+from offload.sharding.layout import Span, blocks
+from offload.sharding.unit import Home, Member, StateBlock, Unit
+from offload.storage.staging import StagingPool
+
+# Called with the span and its master, exp_avg and exp_avg_sq: fp32 slices that may be changed in place.
+Visit = Callable[[Span, torch.Tensor, torch.Tensor, torch.Tensor], None]
+STATE_BYTES = 12  # per element: fp32 master, exp_avg, exp_avg_sq
+
+
+class StateStore:
+    """``allocate(unit, nbytes)`` finds a home for one more block; ``staging`` is needed where blocks live on disk."""
+
+    def __init__(self, allocate: Callable[[Unit, int], Home], staging: StagingPool | None) -> None:
+        self._allocate, self.staging = allocate, staging
+
+    def visit(self, unit: Unit, span: Span, fn: Visit, write: bool) -> None:
+        """Call ``fn`` for each part of ``span`` that has state, and keep its changes if ``write``."""
+        for block in unit.blocks:
+            part = block.span.overlap(span)
+            if part is None:
+                continue
+            start = part.start - block.span.start
+            if isinstance(block.home, SwapHome):
+                self._visit_swapped(block.home, block, part, start, fn, write)
+            else:
+                assert isinstance(block.home, HostHome | ComputeHome)
+                self._call(block.home.buffer, block, part, start, fn)
+
+    def _visit_swapped(self, home: SwapHome, block: StateBlock, part: Span, start: int, fn: Visit, write: bool) -> None:
+        assert self.staging is not None
+        buffer = self.staging.acquire()
+        assert buffer is not None
+        try:
+            home.read(buffer).wait()
+            self._call(buffer, block, part, start, fn)
+            if write:
+                home.write(buffer).wait()
+        finally:
+            self.staging.release(buffer)
+
+    @staticmethod
+    def _call(buffer: torch.Tensor, block: StateBlock, part: Span, start: int, fn: Visit) -> None:
+        master, exp_avg, exp_avg_sq = (x[start : start + part.count] for x in block.parts(buffer, block.span.count))
+        fn(part, master, exp_avg, exp_avg_sq)
+
+    def create(self, unit: Unit, span: Span, home: Home, fill_master: Callable[[Span, torch.Tensor], None]) -> None:
+        """Make a block for ``span``. ``fill_master(span, out)`` writes the masters (fp32); moments start at zero."""
+        block = StateBlock(span, home)
+        self._fill(block, fill_master)
+        unit.blocks.append(block)
+        unit.blocks.sort(key=lambda b: b.span.start)
+
+    def _fill(self, block: StateBlock, fill_master: Callable[[Span, torch.Tensor], None]) -> None:
+        def fill(buffer: torch.Tensor) -> None:
+            master, exp_avg, exp_avg_sq = block.parts(buffer, block.span.count)
+            fill_master(block.span, master)
+            exp_avg.zero_()
+            exp_avg_sq.zero_()
+
+        home = block.home
+        if isinstance(home, SwapHome):
+            assert self.staging is not None
+            buffer = self.staging.acquire()
+            assert buffer is not None
+            try:
+                fill(buffer)
+                home.write(buffer).wait()
+            finally:
+                self.staging.release(buffer)
+        else:
+            assert isinstance(home, HostHome | ComputeHome)
+            fill(home.buffer)
+
+    def has(self, unit: Unit, member: Member) -> bool:
+        """Does the parameter have optimizer state? A frozen one has none."""
+        slot = member.slot
+        return not slot.numel or any(b.span.overlap(Span(slot.offset, slot.numel)) for b in unit.blocks)
+
+    def add_member(self, unit: Unit, member: Member, weights: torch.Tensor) -> None:
+        """State for a parameter that was frozen when the model was wrapped; ``weights`` is the unit's flat buffer."""
+
+        def fill_master(span: Span, out: torch.Tensor) -> None:
+            out.copy_(weights[span.start : span.end])
+
+        for span in blocks([member.slot]):
+            self.create(unit, span, self._allocate(unit, span.count * STATE_BYTES), fill_master)
+
+
+def member_span(member: Member) -> Span:
+    return Span(member.slot.offset, member.slot.numel)
+
+
+def read_member(store: StateStore, unit: Unit, member: Member) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Copies of master, exp_avg and exp_avg_sq (fp32, the parameter's shape, on the host); None without state."""
+    if not store.has(unit, member):
+        return None
+    slot = member.slot
+    out = torch.zeros(3, slot.numel, dtype=torch.float32)
+
+    def copy(part: Span, *state: torch.Tensor) -> None:
+        at = part.start - slot.offset
+        for row, source in zip(out, state, strict=True):
+            row[at : at + part.count].copy_(source)
+
+    store.visit(unit, member_span(member), copy, write=False)
+    master, exp_avg, exp_avg_sq = (row.view(slot.shape) for row in out)
+    return master, exp_avg, exp_avg_sq
+
+
+def write_moments(
+    store: StateStore, unit: Unit, member: Member, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
+) -> None:
+    """Replace the moments of a parameter (any float dtype, its shape)."""
+    flat_avg, flat_sq, offset = exp_avg.reshape(-1), exp_avg_sq.reshape(-1), member.slot.offset
+
+    def copy(part: Span, master: torch.Tensor, avg: torch.Tensor, sq: torch.Tensor) -> None:
+        at = slice(part.start - offset, part.start - offset + part.count)
+        avg.copy_(flat_avg[at])
+        sq.copy_(flat_sq[at])
+
+    store.visit(unit, member_span(member), copy, write=True)
+
+
+def follow_weights(store: StateStore, unit: Unit, span: Span, weights: torch.Tensor) -> None:
+    """Bring masters in line with weights that were changed in place (``weights``: the unit's flat buffer, host).
+
+    # Note [A master follows only what changed]
+    A master that still rounds to the weight beside it was not written to and keeps its low bits, so a change of one
+    row, or of one parameter, does not round the others.
+    """
+
+    def follow(part: Span, master: torch.Tensor, avg: torch.Tensor, sq: torch.Tensor) -> None:
+        now = weights[part.start : part.end].to(master.device)
+        torch.where(master.to(now.dtype) == now, master, now.float(), out=master)
+
+    store.visit(unit, span, follow, write=True)
+
+
+def set_master(store: StateStore, unit: Unit, member: Member, values: torch.Tensor) -> None:
+    """Replace the master of a parameter by ``values`` (its numel, any float dtype)."""
+    flat, offset = values.detach().reshape(-1), member.slot.offset
+
+    def copy(part: Span, master: torch.Tensor, avg: torch.Tensor, sq: torch.Tensor) -> None:
+        master.copy_(flat[part.start - offset : part.start - offset + part.count])
+
+    store.visit(unit, member_span(member), copy, write=True)

@@ -1,0 +1,95 @@
+"""Moving a unit's weights between their home and compute memory, by the shortest way that the device allows.
+
+Where the host can see compute memory, direct I/O reads straight into it. Elsewhere a record on disk goes through small
+staging buffers, read-ahead and copy overlapping, in a thread of its own, so that nobody waits for issuing it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections import deque
+
+import torch
+
+from offload.sharding.homes import ComputeHome, HostHome, SwapHome
+from offload.sharding.unit import Unit
+from offload.storage.device import Device
+from offload.storage.staging import StagingPool
+from offload.storage.ticket import DoneTicket, FutureTicket, Ticket
+
+
+class Transfers:
+    """``staging`` is needed where weights live on disk and compute memory is not host memory."""
+
+    def __init__(self, device: Device, staging: StagingPool | None) -> None:
+        self._device, self._staging = device, staging
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="offload-fetch")
+
+    def fetch(self, unit: Unit) -> Ticket:
+        """Home to compute memory (committed)."""
+        home, region = unit.home, unit.region
+        if isinstance(home, ComputeHome):
+            return DoneTicket()
+        if isinstance(home, HostHome):
+            return self._device.upload(region.flat[: unit.nbytes], home.buffer[: unit.nbytes])
+        assert isinstance(home, SwapHome)
+        if self._device.host_visible:
+            return home.read(region.flat)
+        return FutureTicket(self._thread.submit(self._fetch_staged, home, region.flat))
+
+    def store(self, unit: Unit) -> None:
+        """Compute memory to home, after a write by the user; returns when it is there."""
+        home, flat = unit.home, unit.region.flat
+        if isinstance(home, HostHome):
+            self._device.download(home.buffer[: unit.nbytes], flat[: unit.nbytes]).wait()
+        elif isinstance(home, SwapHome):
+            if self._device.host_visible:
+                home.write(flat).wait()
+            else:
+                self._thread.submit(self._store_staged, home, flat).result()
+
+    def _fetch_staged(self, home: SwapHome, flat: torch.Tensor) -> None:
+        pool = self._pool()
+        under_way: deque[tuple[Ticket, torch.Tensor]] = deque()
+        try:
+            for start in range(0, home.nbytes, pool.nbytes):
+                size = min(pool.nbytes, home.nbytes - start)
+                if len(under_way) == pool.count:
+                    self._retire(under_way)
+                buffer = pool.acquire()
+                assert buffer is not None
+                try:
+                    home.read(buffer[:size], start).wait()
+                    under_way.append((self._device.upload(flat[start : start + size], buffer[:size]), buffer))
+                except BaseException:
+                    pool.release(buffer)
+                    raise
+        finally:
+            while under_way:
+                self._retire(under_way)
+
+    def _store_staged(self, home: SwapHome, flat: torch.Tensor) -> None:
+        pool = self._pool()
+        for start in range(0, home.nbytes, pool.nbytes):
+            size = min(pool.nbytes, home.nbytes - start)
+            buffer = pool.acquire()
+            assert buffer is not None
+            try:
+                self._device.download(buffer[:size], flat[start : start + size]).wait()
+                home.write(buffer[:size], start).wait()
+            finally:
+                pool.release(buffer)
+
+    def _pool(self) -> StagingPool:
+        assert self._staging is not None
+        return self._staging
+
+    def _retire(self, under_way: deque[tuple[Ticket, torch.Tensor]]) -> None:
+        ticket, buffer = under_way.popleft()
+        try:
+            ticket.wait()
+        finally:
+            self._pool().release(buffer)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)

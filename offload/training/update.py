@@ -1,0 +1,312 @@
+"""Pending updates: what ``step()`` promised, carried out as a pipeline that reads ahead and writes behind.
+
+# Note [A step is whole]
+An update that failed half-way (a full disk, an I/O error, Ctrl-C) is not undone but finished: what was computed and
+could not be written stays in its buffer, what was not yet computed stays in the list, and the gradients stay with the
+update. Whoever looks at the model next finishes it, or gets the error again. So nobody ever sees half a step, and once
+the fault is gone the run equals one without it. The work runs on a thread of its own, which Ctrl-C does not reach: an
+interrupt between a kernel and the note that it ran would otherwise apply an update twice.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from offload import native, torch_kernels
+from offload.sharding.homes import ComputeHome, HostHome, SwapHome
+from offload.sharding.layout import Span
+from offload.sharding.unit import StateBlock, Unit
+from offload.storage.device import Device
+from offload.storage.staging import StagingPool
+from offload.storage.ticket import Ticket
+from offload.trace import Lanes
+from offload.training.residency import Residency
+
+
+@dataclass(frozen=True)
+class AdamArgs:
+    """What one update of one parameter uses, as it was when ``step()`` was called."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    step: int
+    grad_scale: float
+
+
+@dataclass
+class UnitUpdate:
+    """The parameters of one unit that are updated: spans with their arguments, ascending, and the flat gradient."""
+
+    unit: Unit
+    pieces: list[tuple[Span, AdamArgs]]
+    gradient: torch.Tensor
+
+    def whole(self) -> bool:
+        """Will every byte of the unit's weights be written?"""
+        return sum(span.count for span, _ in self.pieces) == self.unit.layout.numel
+
+
+@dataclass
+class _Item:
+    """One block to update. ``applied`` counts pieces done, so that an interrupted block in memory goes on there."""
+
+    update: UnitUpdate
+    block: StateBlock
+    last: bool  # of its unit
+    applied: int = 0
+
+
+@dataclass
+class _Write:
+    """Bytes on their way to disk; the buffer is theirs until they have arrived."""
+
+    again: Callable[[], Ticket]
+    ticket: Ticket | None
+    finished: Callable[[], None]
+
+
+@dataclass
+class PendingUpdate:
+    """One promised step. ``finish`` may be called again after it raised; it goes on where it was."""
+
+    updates: list[UnitUpdate]
+    device: Device
+    residency: Residency
+    staging: StagingPool | None
+    delivery: StagingPool | None
+    lanes: Lanes
+    _items: deque[_Item] = field(default_factory=deque)
+    _reads: dict[int, tuple[torch.Tensor, Ticket]] = field(default_factory=dict)
+    _writes: deque[_Write] = field(default_factory=deque)
+    _weights: torch.Tensor | None = None  # where the unit under way gets its new weights
+    _current: UnitUpdate | None = None
+    _running: concurrent.futures.Future[None] | None = None
+
+    def __post_init__(self) -> None:
+        for update in self.updates:
+            blocks = [b for b in update.unit.blocks if any(b.span.overlap(s) for s, _ in update.pieces)]
+            self._items.extend(_Item(update, b, b is blocks[-1]) for b in blocks)
+
+    def finish(self, thread: concurrent.futures.Executor) -> None:
+        """Carry out what is left, on ``thread``. Raises what went wrong; the next call goes on from there."""
+        if self._running is None:
+            self._running = thread.submit(self._run)
+        concurrent.futures.wait([self._running])
+        running, self._running = self._running, None
+        running.result()
+
+    def _run(self) -> None:
+        try:
+            while self._items:
+                self._read_ahead()
+                item = self._items[0]
+                self._begin(item.update)
+                self._apply(item)
+                self._items.popleft()
+                if item.last:
+                    self._end(item.update)
+            self._drain(0)
+        except BaseException:
+            self._stop_reading()
+            raise
+
+    # Reading ahead: blocks are read in order while buffers are free; one buffer at least is left for the block in hand.
+
+    def _read_ahead(self) -> None:
+        for item in self._items:
+            key, home = id(item.block), item.block.home
+            if key in self._reads or not isinstance(home, SwapHome):
+                continue
+            assert self.staging is not None
+            buffer = self.staging.acquire(block=False)
+            if buffer is None:
+                return
+            try:
+                self._reads[key] = (buffer, home.read(buffer))
+            except BaseException:
+                self.staging.release(buffer)
+                raise
+
+    def _stop_reading(self) -> None:
+        for buffer, ticket in self._reads.values():
+            _wait_quietly(ticket)
+            assert self.staging is not None
+            self.staging.release(buffer)
+        self._reads.clear()
+
+    def _apply(self, item: _Item) -> None:
+        home = item.block.home
+        if not isinstance(home, SwapHome):
+            assert isinstance(home, HostHome | ComputeHome)
+            self._compute(item, home.buffer)
+            return
+        assert self.staging is not None
+        while id(item.block) not in self._reads:  # all buffers are being written: the oldest comes free first
+            self._drain(len(self._writes) - 1)
+            self._read_ahead()
+        buffer, ticket = self._reads[id(item.block)]
+        ticket.wait()
+        item.applied = 0  # what an interrupted attempt did to an earlier copy of this block is gone
+        self._compute(item, buffer)
+        del self._reads[id(item.block)]
+        staging = self.staging
+        self._write(lambda: home.write(buffer), lambda: staging.release(buffer))
+
+    def _compute(self, item: _Item, buffer: torch.Tensor) -> None:
+        block, update = item.block, item.update
+        weights = update.unit.weights(self._weights_buffer())
+        master, exp_avg, exp_avg_sq = block.parts(buffer, block.span.count)
+        parts = [(p, args) for span, args in update.pieces if (p := block.span.overlap(span))]
+        kernel = native.adamw_ if master.device.type == "cpu" else torch_kernels.adamw_
+        start = time.monotonic_ns()
+        for part, a in parts[item.applied :]:
+            at = slice(part.start - block.span.start, part.end - block.span.start)
+            kernel(
+                master[at],
+                update.gradient[part.start : part.end],
+                exp_avg[at],
+                exp_avg_sq[at],
+                step=a.step,
+                lr=a.lr,
+                betas=a.betas,
+                eps=a.eps,
+                weight_decay=a.weight_decay,
+                decoupled=a.decoupled,
+                grad_scale=a.grad_scale,
+                out=weights[part.start : part.end],
+            )
+            item.applied += 1
+        elements = sum(part.count for part, _ in parts)
+        self.lanes["adam"].record(start, time.monotonic_ns(), elements * (24 + 2 * update.unit.dtype.itemsize))
+
+    # Weights: a buffer that the kernel writes to, and its way home when the unit's last block is done.
+
+    def _weights_buffer(self) -> torch.Tensor:
+        assert self._weights is not None
+        return self._weights
+
+    def _begin(self, update: UnitUpdate) -> None:
+        if self._current is update:
+            return
+        unit, home = update.unit, update.unit.home
+        self.residency.settle(unit)
+        if isinstance(home, HostHome):
+            self._weights = home.buffer
+        elif self.device.host_visible or isinstance(unit.blocks[0].home, ComputeHome):
+            self._have_room(unit, whole=update.whole())
+            self._weights = unit.region.flat
+        else:
+            self._weights = self._delivery_buffer(update)
+        self.residency.pin(unit)
+        self._current = update
+
+    def _have_room(self, unit: Unit, whole: bool) -> None:
+        claim = self.residency.claim if whole else (lambda u: self.residency.use(u, training=True))
+        try:
+            claim(unit)
+        except ValueError:  # BudgetError: units whose weights are still being written hold the room
+            if not self._writes:
+                raise
+            self._drain(0)
+            claim(unit)
+
+    def _delivery_buffer(self, update: UnitUpdate) -> torch.Tensor:
+        """A host buffer for the new weights of a unit whose compute memory the host cannot see."""
+        assert self.delivery is not None
+        unit = update.unit
+        buffer = self.delivery.acquire(block=False)
+        if buffer is None:
+            self._drain(0)
+            buffer = self.delivery.acquire()
+            assert buffer is not None
+        if not update.whole():  # what the kernel leaves alone must be right too
+            try:
+                if isinstance(unit.home, SwapHome):
+                    unit.home.read(buffer).wait()
+                else:
+                    self.device.download(buffer[: unit.nbytes], unit.region.flat[: unit.nbytes]).wait()
+            except BaseException:
+                self.delivery.release(buffer)
+                raise
+        return buffer
+
+    def _end(self, update: UnitUpdate) -> None:
+        unit, weights, home = update.unit, self._weights_buffer(), update.unit.home
+        here = unit.region.flat
+        delivered = weights.data_ptr() == here.data_ptr()
+        self._current, self._weights = None, None
+        unit.version += 1
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.autograd.graph.increment_version([m.parameter for m in unit.members])
+
+        def done() -> None:
+            self.residency.unpin(unit)
+            if self.delivery is not None and not isinstance(home, HostHome) and not delivered:
+                self.delivery.release(weights)
+
+        resident = self.residency.is_resident(unit)
+        if not delivered and resident:
+            self.device.upload(here[: unit.nbytes], weights[: unit.nbytes]).wait()
+        if isinstance(home, SwapHome):
+            self._write(lambda: home.write(weights), done)
+        else:
+            done()
+
+    # Writing behind. A write that failed keeps its buffer and is asked for again by the next drain.
+
+    def _write(self, write: Callable[[], Ticket], finished: Callable[[], None]) -> None:
+        entry = _Write(write, None, finished)
+        self._writes.append(entry)
+        try:
+            entry.ticket = write()
+        except OSError:
+            entry.ticket = None  # asked for again by the next drain, which raises if it fails again
+
+    def _drain(self, leave: int) -> None:
+        """Wait for the oldest writes until at most ``leave`` are under way."""
+        while len(self._writes) > leave:
+            oldest = self._writes[0]
+            if oldest.ticket is None:
+                oldest.ticket = oldest.again()
+            try:
+                oldest.ticket.wait()
+            except BaseException:
+                oldest.ticket = None
+                for other in self._writes:  # let the others end, so that an error leaves nothing moving
+                    if other.ticket is not None and not _wait_quietly(other.ticket):
+                        other.ticket = None
+                raise
+            self._writes.popleft()
+            oldest.finished()
+
+
+def _wait_quietly(ticket: Ticket) -> bool:
+    """Wait for a transfer whose failure is not news; whether it went well."""
+    try:
+        ticket.wait()
+    except OSError:
+        return False
+    return True
+
+
+def merged(pieces: list[tuple[Span, AdamArgs]]) -> list[tuple[Span, AdamArgs]]:
+    """Join neighbours with the same arguments (padding between parameters is zero and stays zero)."""
+    out: list[tuple[Span, AdamArgs]] = []
+    for span, args in sorted(pieces, key=lambda p: p[0].start):
+        if out and out[-1][1] == args and out[-1][0].end == span.start:
+            out[-1] = (Span(out[-1][0].start, out[-1][0].count + span.count), args)
+        else:
+            out.append((span, args))
+    return out
+
+
+__all__ = ["AdamArgs", "PendingUpdate", "UnitUpdate", "merged"]

@@ -69,8 +69,6 @@ def why_not(name: str) -> str:
         return ""
     if not native.available():
         return f"no native core: {native.reason()}"
-    if not hasattr(native, "Aio"):
-        return "no native I/O"
     return _why_not_uring() if name == "uring" else ""
 
 

@@ -24,6 +24,10 @@ class Ticket(ABC):
     def wait(self) -> None:
         """Block until the transfer has ended; raise what went wrong, at each call."""
 
+    def order_compute(self) -> None:
+        """Order what compute does from now on after this transfer; only a copy on a stream needs no blocking for it."""
+        self.wait()
+
 
 class DoneTicket(Ticket):
     """A transfer that has already ended: well, or with `error`."""

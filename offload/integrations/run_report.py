@@ -42,7 +42,7 @@ class RunReport:
     Attributes:
         steps: one entry for each finished optimizer step.
         eval_loss: mean loss in nats per token on held-out text, "before" and "after"; None where it was not measured.
-        lanes: by name, counted from the first training step until the last update had landed.
+        lanes: by name, counted over the training steps.
         tiers: by name, over the whole run.
         seconds: wall time of training alone: no loading, evaluation or saving.
         stopped_by: "SIGINT" or "SIGTERM" if a signal ended the run before its last step.

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
-from offload.sizes import PAGE, round_up
+from offload.sizes import PAGE
 
 __all__ = ["existing_ancestor", "file_size_limit", "free_disk", "spread"]
 
@@ -49,7 +49,7 @@ def spread(
         able = [i for i, device in enumerate(devices) if rooms[i] > 0 and left[device] > 0]
         if not able:
             break
-        even = round_up(-(-missing // len(able)))
+        even = max(missing // len(able) // PAGE * PAGE, PAGE)
         for i in able:
             share = min(even, rooms[i], left[devices[i]], nbytes - sum(shares))
             shares[i] += share

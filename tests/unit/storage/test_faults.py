@@ -41,8 +41,10 @@ def test_parse() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["op=erase,error=EIO", "error=EWHAT", "nth=0,error=EIO", "nth=x,error=EIO", "short=0", "delay_ms=-1", "op=read"]
-    + ["nonsense", "error=5", "error=errorcode", "delay_ms=nan", "times=none,error=EIO", "size=3"],
+    [
+        *["op=erase,error=EIO", "error=EWHAT", "error=5", "error=errorcode", "nth=0,error=EIO", "nth=x,error=EIO"],
+        *["times=none,error=EIO", "short=0", "delay_ms=-1", "delay_ms=nan", "op=read", "nonsense", "size=3"],
+    ],
 )
 def test_parse_nonsense(text: str) -> None:
     with pytest.raises(ConfigError, match="fault"):

@@ -226,7 +226,7 @@ def test_forced_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_backend() as backend:
         assert backend.name == "aiofiles"
     monkeypatch.setenv("OFFLOAD_IO", "dma")
-    with pytest.raises(ConfigError, match="OFFLOAD_IO.*uring, threads, aiofiles.*'dma'"):
+    with pytest.raises(ConfigError, match=r"OFFLOAD_IO.*uring, threads, aiofiles.*'dma'"):
         open_backend()
     with pytest.raises(ConfigError, match="'dma'"):
         open_backend("dma")

@@ -1,0 +1,358 @@
+"""The Adam kernel and the sum of squares: the same bits as tests/reference.py, wherever they run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload import native
+from offload.errors import ConfigError
+from tests import reference
+
+ISAS = list(dict.fromkeys([*native.isas(), "torch"]))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LENGTHS = (*range(1, 71), 1023, 1024, 1025, 65537)
+SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1e-40, 1.1754944e-38, 6e-8, 65519.0, 65520.0, 3e38, -3e38, math.inf, -math.inf]
+
+
+class Case:
+    """One update's tensors, each inside a larger buffer whose other elements must not change."""
+
+    GUARD = 24
+
+    def __init__(
+        self, n: int, seed: int, *, param=torch.float32, grad=torch.float32, out=None, offset=0, special=False
+    ):
+        rng = np.random.default_rng(seed)
+        self.n, self.offset = n, offset
+        self.rooms: dict[str, torch.Tensor] = {}
+        values = {
+            "param": rng.standard_normal(n) * 0.1,
+            "grad": rng.standard_normal(n) * 10.0 ** rng.integers(-6, 3, n),
+            "exp_avg": rng.standard_normal(n) * 0.01,
+            "exp_avg_sq": rng.random(n) * 10.0 ** rng.integers(-12, 1, n),
+        }
+        if special:
+            for name in values:
+                where = rng.random(n) < 0.5
+                values[name][where] = rng.choice([*SPECIAL, math.nan], int(where.sum()))
+            values["exp_avg_sq"] = np.abs(values["exp_avg_sq"])
+        dtypes = {"param": param, "grad": grad, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+        for name, dtype in dtypes.items():
+            self._place(name, reference.from_f32(values[name].astype(np.float32), dtype))
+        if out is not None:
+            self._place("out", torch.zeros(n, dtype=out))
+
+    def _place(self, name: str, values: torch.Tensor) -> None:
+        room = torch.full((self.n + 2 * self.GUARD,), 7.0, dtype=values.dtype)
+        self.rooms[name] = room
+        self.view(name).copy_(values)
+
+    def view(self, name: str) -> torch.Tensor:
+        begin = self.GUARD - 8 + self.offset
+        return self.rooms[name][begin : begin + self.n]
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(self.view(name) for name in ("param", "grad", "exp_avg", "exp_avg_sq"))
+
+    def expected(self, **options) -> dict[str, torch.Tensor]:
+        param, grad, m, v = (reference.to_f32(t) for t in self.tensors())
+        new = reference.adam(param, grad, m, v, **options)
+        found = {name: room.clone() for name, room in self.rooms.items()}
+        begin = self.GUARD - 8 + self.offset
+        for name, values in new._asdict().items():
+            found[name][begin : begin + self.n] = reference.from_f32(values, found[name].dtype)
+        if "out" in found:
+            stored = reference.to_f32(found["param"][begin : begin + self.n])
+            found["out"][begin : begin + self.n] = reference.from_f32(stored, found["out"].dtype)
+        return found
+
+    def check(self, isa: str, threads: int = 1, **options) -> None:
+        expected = self.expected(**options)
+        out = self.view("out") if "out" in self.rooms else None
+        native.adamw_(*self.tensors(), out=out, isa=isa, threads=threads, **options)
+        for name, room in self.rooms.items():
+            assert reference.differences(room, expected[name]) == 0, name
+
+
+OPTIONS = {"step": 3, "lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("grad", DTYPES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_adam_equals_the_reference_at_every_length(isa: str, grad: torch.dtype, decoupled: bool) -> None:
+    for n in LENGTHS:
+        Case(n, n, grad=grad, out=torch.bfloat16).check(isa, decoupled=decoupled, grad_scale=0.37, **OPTIONS)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_adam_equals_the_reference_for_all_dtypes_and_offsets(isa: str) -> None:
+    outs = (None, *DTYPES)
+    for param, grad, out, decoupled in itertools.product(DTYPES, DTYPES, outs, (True, False)):
+        for n, offset in ((1, 1), (37, 3), (300, 5), (1031, 0)):
+            case = Case(n, n, param=param, grad=grad, out=out, offset=offset)
+            case.check(isa, decoupled=decoupled, **OPTIONS)
+
+
+@pytest.mark.parametrize("param", DTYPES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_adam_handles_special_values_alike(isa: str, param: torch.dtype) -> None:
+    for seed, grad, decoupled in itertools.product(range(20), DTYPES, (True, False)):
+        case = Case(257, seed, param=param, grad=grad, out=torch.float16, special=True)
+        case.check(isa, decoupled=decoupled, **OPTIONS)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    n=st.integers(0, 200),
+    seed=st.integers(0, 2**32 - 1),
+    step=st.integers(1, 100_000),
+    lr=st.floats(0.0, 10.0),
+    betas=st.tuples(st.floats(0.0, 0.9999), st.floats(0.0, 0.99999)),
+    eps=st.floats(0.0, 1e-3),
+    weight_decay=st.floats(0.0, 1.0),
+    grad_scale=st.floats(-1e6, 1e6),
+    decoupled=st.booleans(),
+    dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.sampled_from((None, *DTYPES))),
+    special=st.booleans(),
+)
+def test_adam_equals_the_reference_for_any_settings(n, seed, dtypes, special, **options) -> None:
+    param, grad, out = dtypes
+    for isa in ISAS:
+        Case(n, seed, param=param, grad=grad, out=out, special=special).check(isa, **options)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_number_of_threads_changes_no_bit(isa: str) -> None:
+    for n in (65536, 65537, 2 * 65536 + 17):
+        case = Case(n, 1, grad=torch.bfloat16, out=torch.bfloat16)
+        before = {name: room.clone() for name, room in case.rooms.items()}
+        expected = case.expected(**OPTIONS)
+        for threads in (1, 2, 3):
+            for name, room in case.rooms.items():
+                room.copy_(before[name])
+            native.adamw_(*case.tensors(), out=case.view("out"), isa=isa, threads=threads, **OPTIONS)
+            for name, room in case.rooms.items():
+                assert torch.equal(room, expected[name]), (name, threads)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_gradient_is_read_exactly(isa: str, dtype: torch.dtype) -> None:
+    grad = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
+    m, v = torch.full((65536,), -0.0), torch.zeros(65536)
+    # With beta1 = 0 the first moment is the gradient itself: -0.0 * 0 + g * 1.
+    native.adamw_(torch.zeros(65536), grad, m, v, step=1, lr=0.0, betas=(0.0, 0.0), isa=isa)
+    assert reference.differences(m, torch.from_numpy(reference.to_f32(grad))) == 0
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_rounding_case_of_the_weights_out(isa: str, dtype: torch.dtype) -> None:
+    # Around every representable value: itself, its neighbours in fp32, the midpoint to the next, and its neighbours.
+    values = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    bits = values.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    half = 0x8000 if dtype == torch.bfloat16 else 0x1000
+    around = torch.cat([(bits + delta) & 0xFFFFFFFF for delta in (0, 1, -1, half, half + 1, half - 1)])
+    subnormal = (torch.arange(0, 1 << 11, dtype=torch.float64) * 2.0**-25).float()  # halves of fp16's smallest step
+    exact = torch.from_numpy(around.numpy().astype(np.uint32).view(np.float32))
+    param = torch.cat([exact, subnormal, -subnormal, subnormal.nextafter(torch.tensor(9.0))])
+    zeros = [torch.zeros_like(param) for _ in range(3)]
+    out = torch.empty_like(param, dtype=dtype)
+    expected = reference.from_f32(param.numpy(), dtype)
+    native.adamw_(param, *zeros, step=1, lr=0.0, out=out, isa=isa)
+    assert reference.differences(out, expected) == 0
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("isa", ISAS)
+def test_adam_agrees_with_torch(isa: str, decoupled: bool) -> None:
+    torch.manual_seed(0)
+    param = torch.randn(4099)
+    theirs = torch.nn.Parameter(param.clone())
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    optimizer = kind([theirs], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    m, v = torch.zeros_like(param), torch.zeros_like(param)
+    for step in range(1, 6):
+        grad = torch.randn_like(param)
+        theirs.data.copy_(param)
+        theirs.grad = grad.clone()
+        optimizer.step()
+        native.adamw_(
+            param, grad, m, v, step=step, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, decoupled=decoupled, isa=isa
+        )
+        torch.testing.assert_close(param, theirs.data, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.skipif(not native.available(), reason=native.reason())
+def test_flush_to_zero_of_the_caller_changes_nothing() -> None:
+    case = Case(3 * 65536, 5, special=True)
+    assert torch.set_flush_denormal(True)
+    try:
+        options = dict(OPTIONS, weight_decay=0.0)
+        tensors, isa = case.tensors(), native.isas()[0]
+        native.adamw_(*tensors, isa=isa, threads=2, **options)
+    finally:
+        torch.set_flush_denormal(False)
+    again = Case(3 * 65536, 5, special=True)
+    expected = again.expected(**options)
+    assert (expected["exp_avg"].abs() < 1e-38).logical_and(expected["exp_avg"] != 0).any()
+    for name, room in case.rooms.items():
+        assert reference.differences(room, expected[name]) == 0, name
+
+
+# ---- sum of squares -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_squares_is_exact_enough_and_the_same_everywhere(dtype: torch.dtype) -> None:
+    for n in (0, 1, 31, 32, 33, 4095, 4096, 4097, 65536, 300_001):
+        x = torch.randn(n + 3, generator=torch.Generator().manual_seed(n)).to(dtype)[3:]
+        found = {native.sum_squares(x, isa=isa, threads=threads) for isa in ISAS for threads in (1, 2, 3)}
+        assert len(found) == 1
+        assert found.pop() == pytest.approx(math.fsum(float(value) ** 2 for value in x), rel=1e-13)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_squares_is_the_finite_check(isa: str, dtype: torch.dtype) -> None:
+    assert math.isfinite(native.sum_squares(torch.full((9000,), torch.finfo(dtype).max, dtype=dtype), isa=isa))
+    for bad in (math.inf, -math.inf, math.nan):
+        for n, at in ((1, 0), (70, 69), (9000, 8191), (140_000, 139_999)):
+            x = torch.ones(n, dtype=dtype)
+            x[at] = bad
+            assert not math.isfinite(native.sum_squares(x, isa=isa, threads=2))
+
+
+# ---- choices ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def default_threads() -> Iterator[None]:
+    native.set_threads(None)
+    yield
+    native.set_threads(None)
+
+
+def test_the_fastest_set_is_the_default_and_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OFFLOAD_ISA", raising=False)
+    assert native.isa() == native.isas()[0]
+    for isa in ISAS:
+        monkeypatch.setenv("OFFLOAD_ISA", isa)
+        assert native.isa() == isa
+        Case(100, 0).check(isa=native.isa(), **OPTIONS)
+    monkeypatch.setenv("OFFLOAD_ISA", "mmx")
+    with pytest.raises(ConfigError, match=r"OFFLOAD_ISA is 'mmx'.*torch"):
+        native.isa()
+    with pytest.raises(ConfigError, match="mmx"):
+        native.sum_squares(torch.ones(3), isa="mmx")
+
+
+@pytest.mark.usefixtures("default_threads")
+def test_threads_by_environment_and_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OFFLOAD_THREADS", raising=False)
+    assert native.threads() >= 1
+    monkeypatch.setenv("OFFLOAD_THREADS", "3")
+    assert native.threads() == 3
+    native.set_threads(5)
+    assert native.threads() == 5
+    native.set_threads(None)
+    for bad in ("0", "-1", "two", "1.5"):
+        monkeypatch.setenv("OFFLOAD_THREADS", bad)
+        with pytest.raises(ConfigError, match="OFFLOAD_THREADS"):
+            native.threads()
+    for wrong in (0, -1, True, 1.5):
+        with pytest.raises(ConfigError, match="threads"):
+            native.set_threads(wrong)  # type: ignore[arg-type]
+
+
+# ---- refusals -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_wrong_tensors_are_refused_before_anything_moves(isa: str) -> None:
+    good = {name: torch.zeros(8) for name in ("param", "grad", "exp_avg", "exp_avg_sq")}
+    wrong = [
+        ({"param": [0.0] * 8}, TypeError, "param must be a torch.Tensor"),
+        ({"param": torch.zeros(8, dtype=torch.float64)}, TypeError, "param must be of"),
+        ({"grad": torch.zeros(8, dtype=torch.int32)}, TypeError, "grad must be of"),
+        ({"exp_avg": torch.zeros(8, dtype=torch.bfloat16)}, TypeError, "exp_avg must be of"),
+        ({"exp_avg_sq": torch.zeros(9)}, ValueError, "exp_avg_sq must have 8 elements"),
+        ({"grad": torch.zeros(16)[::2]}, ValueError, "grad must be contiguous"),
+        ({"grad": torch.zeros(8, device="meta")}, ValueError, "grad must be on the CPU"),
+        ({"out": torch.zeros(7, dtype=torch.bfloat16)}, ValueError, "out must have 8 elements"),
+        ({"out": torch.zeros(8, dtype=torch.int8)}, TypeError, "out must be of"),
+        ({"out": good["param"]}, ValueError, "share memory"),
+        ({"exp_avg": good["exp_avg_sq"]}, ValueError, "share memory"),
+    ]
+    for change, error, text in wrong:
+        tensors = {**good, **change}
+        with pytest.raises(error, match=text):
+            native.adamw_(**tensors, step=1, lr=0.1, isa=isa)
+    for options, text in [
+        ({"step": 0}, "step"),
+        ({"lr": -1.0}, "lr"),
+        ({"lr": math.nan}, "lr"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"betas": (-0.1, 0.9)}, "betas"),
+        ({"eps": -1e-8}, "eps"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"threads": 0}, "threads"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            native.adamw_(**good, **{"step": 1, "lr": 0.1, "isa": isa, **options})
+    assert all(not tensor.any() for tensor in good.values())
+
+
+def test_parameters_that_require_gradients_are_updated_in_place() -> None:
+    for isa in ISAS:
+        param = torch.nn.Parameter(torch.ones(5, 3))
+        m, v = torch.zeros(5, 3), torch.zeros(5, 3)
+        native.adamw_(param, torch.ones(5, 3), m, v, step=1, lr=0.5, isa=isa)
+        assert param.requires_grad
+        assert param.grad_fn is None
+        assert torch.equal(param.data, param.data[0, 0].expand(5, 3))
+        assert float(param.data[0, 0]) == pytest.approx(0.5)
+
+
+@pytest.mark.skipif(not native.available(), reason=native.reason())
+def test_traffic_moves_what_an_update_moves() -> None:
+    n = 200_000
+    param, m, v = torch.zeros(n), torch.ones(n), torch.full((n,), 2.0)
+    grad, out = torch.full((n,), 3.0, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.bfloat16)
+    native.traffic_(param, grad, m, v, out, threads=2)
+    assert [float(t.min()) for t in (param, m, v, out)] == [3.0, 4.0, 5.0, 3.0]
+
+
+@pytest.mark.skipif(not native.available(), reason=native.reason())
+def test_a_forked_child_can_use_the_kernels() -> None:
+    # Nothing but our own calls after the fork: torch's threads (OpenMP) do not survive one.
+    script = """
+    import os, torch
+    from offload import native
+    param, grad, m, v = torch.ones(300_000), torch.ones(300_000), torch.zeros(300_000), torch.zeros(300_000)
+    def update():
+        native.adamw_(param, grad, m, v, step=1, lr=0.5, threads=3)
+        return native.sum_squares(param, threads=3)
+    update()
+    for _ in range(20):
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(write, update().hex().encode())
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert os.read(read, 100).decode() == update().hex()
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)], check=True, timeout=120)

@@ -111,10 +111,16 @@ class _Partitioner:
 
 
 def _has_repeated_blocks(module: nn.Module) -> bool:
-    """Does it hold a list of two or more modules of one class with parameters, at any depth?"""
+    """Does it hold, at any depth, a list of two or more modules of one class with parameters?
+
+    A Sequential of leaves (Linear, GELU, Linear) is a block by itself, not a list of blocks.
+    """
     for part in module.modules():
         if isinstance(part, nn.ModuleList | nn.Sequential):
-            kinds = [type(c) for c in part.children() if any(True for _ in c.parameters())]
-            if len(kinds) > 1 and len(set(kinds)) < len(kinds):
+            children = [c for c in part.children() if any(True for _ in c.parameters())]
+            if isinstance(part, nn.Sequential):
+                children = [c for c in children if any(True for _ in c.children())]
+            kinds = [type(c) for c in children]
+            if len(set(kinds)) < len(kinds):
                 return True
     return False

@@ -80,7 +80,7 @@ class Runtime:
         self.state, self.gradients = parts.state, parts.gradients
         self.closed = False
         self._residency = parts.residency
-        self._saved = SavedTensors(self._use_in_backward)
+        self._saved = SavedTensors(self._use_in_backward, lambda: self._residency.prefetch(training=True))
         self._frames: list[Frame] = []
         self._versions: dict[int, int] = {}
         self._places = {id(m.parameter): (u, i) for u in self.units for i, m in enumerate(u.members)}
@@ -166,7 +166,6 @@ class Runtime:
     def _use_in_backward(self, unit: Unit) -> None:
         self.settle()
         self._residency.use(unit, training=True)
-        self._residency.prefetch(training=True)
 
     def accept_gradient(self, parameter: nn.Parameter) -> None:
         """Post-accumulate hook: take what autograd has just put into the parameter's own gradient field."""

@@ -46,10 +46,11 @@ class _Foreign(NamedTuple):
 
 
 class SavedTensors:
-    """``use(unit)`` makes a unit resident; called for each weight that backward unpacks."""
+    """For each weight that backward unpacks, ``use(unit)`` makes it resident and ``used()`` is called once a tensor
+    over it exists, which keeps it there while more is fetched ahead."""
 
-    def __init__(self, use: Callable[[Unit], None]) -> None:
-        self._use = use
+    def __init__(self, use: Callable[[Unit], None], used: Callable[[], None]) -> None:
+        self._use, self._used = use, used
 
     def packing(self) -> AbstractContextManager[Any]:
         """Pack what autograd saves inside the context."""
@@ -69,7 +70,9 @@ class SavedTensors:
                     "instead. It was changed (by optimizer.step() or in place) between this forward and its backward"
                 )
             self._use(unit)
-            return unit.region.tensor(packed.dtype, packed.offset, packed.size, packed.stride)
+            weight = unit.region.tensor(packed.dtype, packed.offset, packed.size, packed.stride)
+            self._used()
+            return weight
         if isinstance(packed, _Foreign):
             return packed.unpack(packed.handle)
         if packed.tensor._version != packed.version:

@@ -164,7 +164,7 @@ class _Builder:
         budgets = self._budgets()
         cut = partition(self._model, config.dtype, budgets["gpu"] // PAGE * PAGE)
         layouts = [flat_layout(tuple(p.shape) for p in plan.parameters) for plan in cut.units]
-        demand = self._demand(cut, layouts)
+        demand = self._demand(cut, layouts, budgets)
         placement = place(demand, config.tiers, budgets)
         self._check_dtypes(cut)
         self._tiers = {t: Tier(t, budgets[t]) for t in ("gpu", "cpu", "nvme") if t in budgets}
@@ -186,7 +186,7 @@ class _Builder:
                 pass
         self._swap = swap
         staging = self._pool(STAGING_BUFFERS, _largest_block(demand)) if placement.staging and swap else None
-        delivery = self._pool(DELIVERY_BUFFERS, _largest_weights(demand)) if demand.delivery else None
+        delivery = None if device.host_visible else self._pool(DELIVERY_BUFFERS, _largest_weights(demand))
         transfers = Transfers(device, staging if not device.host_visible else None)
         update_thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="offload-update")
         state = StateStore(self._one_more_home, staging)
@@ -256,7 +256,7 @@ class _Builder:
         given = {t: b for t, b in config.budgets.as_dict().items() if b is not None}
         return {**free, **given}
 
-    def _demand(self, cut: Partition, layouts: Sequence[FlatLayout]) -> Demand:
+    def _demand(self, cut: Partition, layouts: Sequence[FlatLayout], budgets: Mapping[str, int]) -> Demand:
         sizes = []
         for plan, layout in zip(cut.units, layouts, strict=True):
             spans = _trainable_blocks(plan, layout)
@@ -267,11 +267,13 @@ class _Builder:
                     max(round_up(layout.numel * plan.dtype.itemsize), PAGE),
                     max(round_up(layout.numel * gradient), PAGE) if spans else 0,
                     tuple(round_up(s.count * STATE_BYTES) for s in spans),
+                    _tile(plan, budgets["gpu"]),
                 )
             )
         demand = Demand(tuple(sizes), tuple(tuple(units) for _, units in cut.users), 0, 0)
         staging = STAGING_BUFFERS * max(_largest_block(demand), PAGE)
         delivery = 0 if self._device.host_visible else DELIVERY_BUFFERS * _largest_weights(demand)
+        delivery += sum(u.weights for u in sizes if u.tile)  # their new weights have no other place than the host
         return replace(demand, staging=staging, delivery=delivery)
 
     @staticmethod
@@ -350,6 +352,8 @@ class _Builder:
         unit = Unit(index, plan.name, plan.dtype, layout, members, region, home)
         unit.state = State.RESIDENT if isinstance(home, ComputeHome) else State.AWAY
         self._fill_weights(unit, staging)
+        if plan.row_bytes:
+            unit.tile = _tile(plan, self._tiers["gpu"].budget)
         for span, tier in zip(_trainable_blocks(plan, layout), placement.blocks[index], strict=True):
             where = self._home(tier, span.count * STATE_BYTES, "optimizer state")
             state.create(unit, span, where, lambda s, out: _copy_values(members, s, out))
@@ -431,12 +435,17 @@ def _trainable_blocks(plan: UnitPlan, layout: FlatLayout) -> tuple[Span, ...]:
     return blocks(trained, BLOCK)
 
 
+def _tile(plan: UnitPlan, budget: int) -> int:
+    """Bytes for a tile of a matrix that is used in tiles: half the budget, but at least one row wherever it starts."""
+    return max(round_up(plan.row_bytes) + PAGE, budget // 2 // PAGE * PAGE) if plan.row_bytes else 0
+
+
 def _largest_block(demand: Demand) -> int:
     return max((b for u in demand.units for b in u.blocks), default=PAGE)
 
 
 def _largest_weights(demand: Demand) -> int:
-    return max(u.weights for u in demand.units)
+    return max((u.weights for u in demand.units if not u.tile), default=PAGE)
 
 
 def _swapped(demand: Demand, placement: Placement) -> int:

@@ -10,7 +10,6 @@ as well (tied weights) are users of that unit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +27,7 @@ class UnitPlan:
     names: list[str] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
     nbytes: int = 0
+    row_bytes: int = 0  # of a matrix that is larger than the compute budget and is used in tiles of rows; else 0
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
         self.names.append(name)
@@ -79,9 +79,9 @@ class _Partitioner:
             return
         if self._is_unit(module):
             self._hooked.append(module)
-            self._take(name, module.named_parameters(prefix=name))
+            self._take(name, module, recurse=True)
             return
-        self._take(name, module.named_parameters(prefix=name, recurse=False))
+        self._take(name, module, recurse=False)
         for child_name, child in module.named_children():
             self._visit(f"{name}.{child_name}" if name else child_name, child)
 
@@ -96,18 +96,26 @@ class _Partitioner:
     def _bytes(self, module: nn.Module) -> int:
         return sum(footprint(p, compute_dtype(p, self._dtype)) for p in module.parameters())
 
-    def _take(self, name: str, parameters: Iterator[tuple[str, nn.Parameter]]) -> None:
+    def _take(self, name: str, module: nn.Module, recurse: bool) -> None:
         open_units: dict[torch.dtype, int] = {}
-        for parameter_name, parameter in parameters:
+        for parameter_name, parameter in module.named_parameters(prefix=name, recurse=recurse):
             if parameter in self._owner:
                 continue
             dtype = compute_dtype(parameter, self._dtype)
+            nbytes = footprint(parameter, dtype)
             index = open_units.get(dtype)
-            if index is None or self._units[index].nbytes + footprint(parameter, dtype) > self._largest:
+            if index is None or self._units[index].nbytes + nbytes > self._largest:
                 index = open_units[dtype] = len(self._units)
                 self._units.append(UnitPlan(name or "(root)", dtype))
-            self._units[index].add(parameter_name, parameter)
+            unit = self._units[index]
+            unit.add(parameter_name, parameter)
+            if nbytes > self._largest and _works_in_tiles(module, parameter):
+                unit.row_bytes = parameter.shape[1] * dtype.itemsize
             self._owner[parameter] = index
+
+
+def _works_in_tiles(module: nn.Module, parameter: nn.Parameter) -> bool:
+    return isinstance(module, nn.Linear | nn.Embedding) and parameter is module.weight
 
 
 def _has_repeated_blocks(module: nn.Module) -> bool:

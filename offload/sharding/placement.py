@@ -22,6 +22,12 @@ class UnitSize:
     weights: int
     gradient: int
     blocks: tuple[int, ...]  # optimizer state, 12 B/param and padding
+    tile: int = 0  # what a matrix larger than the gpu budget needs there at least; 0: it is used whole
+
+    @property
+    def window(self) -> int:
+        """Bytes of the gpu tier while it is used."""
+        return self.tile or self.weights
 
     @property
     def state(self) -> int:
@@ -100,11 +106,11 @@ class _Placer:
 
     def _need(self) -> int:
         units = self._demand.units
-        single = max((u.weights for u in units), default=0)
-        return max([single, *(sum(units[i].weights for i in group) for group in self._demand.together)])
+        single = max((u.window for u in units), default=0)
+        return max([single, *(sum(units[i].window for i in group) for group in self._demand.together)])
 
     def _largest(self) -> str:
-        return max(self._demand.units, key=lambda u: u.weights).name
+        return max(self._demand.units, key=lambda u: u.window).name
 
     def _set_aside(self, gradients: Sequence[str]) -> int:
         """Take the fixed part of the cpu budget; returns the bytes of staging in it."""

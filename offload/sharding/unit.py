@@ -71,6 +71,7 @@ class Unit:
     ticket: Ticket | None = None  # of the fetch under way
     pins: int = 0
     version: int = 0  # raised when the weights change; what autograd saved before then is stale
+    tile: int = 0  # bytes of compute memory for tiles of a matrix that is never here whole; 0 for any other unit
     used_at: int = 0  # for least-recently-used eviction
     # Views that fetch when touched (training.parameter.OffloadedView): aliases that do not keep the memory here.
     views: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)

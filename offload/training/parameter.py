@@ -32,6 +32,9 @@ class Owner(Protocol):
     def touching(self, units: list[Unit]) -> AbstractContextManager[None]:
         """The units are resident and stay, and what autograd saves is packed, inside the context."""
 
+    def tiled(self, unit: Unit, func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any:
+        """Run a function of torch on a unit that is larger than the compute budget."""
+
     def written(self, unit: Unit, target: torch.Tensor, source: torch.Tensor | None) -> None:
         """``target``, a tensor over the unit's memory, was changed in place (by copying ``source``, if given)."""
 
@@ -145,7 +148,12 @@ def _touch(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any
     touched = [t for t in _tensors((args, kwargs)) if isinstance(t, OffloadedParameter | OffloadedView)]
     entries = [_entry(t) for t in touched]
     owner = entries[0][0]
-    with owner.touching(list(dict.fromkeys(unit for _, unit in entries))), _Disabled():
+    units = list(dict.fromkeys(unit for _, unit in entries))
+    large = [unit for unit in units if unit.tile]
+    if large:
+        with owner.touching([unit for unit in units if not unit.tile]), _Disabled():
+            return owner.tiled(large[0], func, args, kwargs)
+    with owner.touching(units), _Disabled():
         versions = [t._version for t in touched]
         result = func(*args, **kwargs)
         source = args[1] if func is torch.Tensor.copy_ and isinstance(args[1], torch.Tensor) else None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from offload.errors import BudgetError
 from offload.sharding.unit import State, Unit
 from offload.sizes import format_size
+from offload.storage.device import Region
 from offload.storage.tiers import Tier
 from offload.training.schedule import Schedule
 from offload.training.transfers import Transfers
@@ -41,7 +43,7 @@ class Residency:
         expected = [self._units[i] for i in self._schedule.ahead(self._depth, training)]
         for unit in expected:
             if unit.state is State.AWAY:
-                if not self._make_room(unit, keep=expected):
+                if unit.tile or not self._make_room(unit.region.nbytes, keep=expected):
                     return
                 self._start(unit)
 
@@ -52,6 +54,18 @@ class Residency:
             unit.state = State.RESIDENT
         elif unit.state is State.FETCHING:
             self._land(unit)
+
+    @contextmanager
+    def borrow(self, region: Region, name: str) -> Iterator[None]:
+        """Room for a region that is no unit's, inside the context."""
+        self._find_room(region.nbytes, name)
+        self._tier.take(region.nbytes, KIND)
+        region.commit()
+        try:
+            yield
+        finally:
+            region.release()
+            self._tier.give(region.nbytes, KIND)
 
     def settle(self, unit: Unit) -> None:
         """If a fetch is under way, wait for it."""
@@ -98,24 +112,28 @@ class Residency:
         unit.state = State.RESIDENT
 
     def _commit(self, unit: Unit) -> None:
-        if not self._make_room(unit) and not (gc.collect() and self._make_room(unit)):
-            held = [f"{u.name} ({'in use' if u.pins else 'a view of it is alive'})" for u in self._here()]
-            raise BudgetError(
-                f"tier 'gpu': expected room for unit {unit.name!r} ({format_size(unit.region.nbytes)}), found "
-                f"{format_size(self._tier.free)} free of {format_size(self._tier.budget)}; these units cannot be "
-                f"released: {', '.join(held) or 'none'}. Raise budgets['gpu'], or use fewer units at once"
-            )
+        self._find_room(unit.region.nbytes, unit.name)
         self._tier.take(unit.region.nbytes, KIND)
         unit.region.commit()
 
-    def _make_room(self, unit: Unit, keep: Sequence[Unit] = ()) -> bool:
-        """Release what was used longest ago until ``unit`` fits; False (and nothing released) if that cannot be."""
-        missing = unit.region.nbytes - self._tier.free
+    def _find_room(self, nbytes: int, name: str) -> None:
+        if self._make_room(nbytes) or (gc.collect() and self._make_room(nbytes)):
+            return
+        held = [f"{u.name} ({'in use' if u.pins else 'a view of it is alive'})" for u in self._here()]
+        raise BudgetError(
+            f"tier 'gpu': expected room for unit {name!r} ({format_size(nbytes)}), found "
+            f"{format_size(self._tier.free)} free of {format_size(self._tier.budget)}; these units cannot be "
+            f"released: {', '.join(held) or 'none'}. Raise budgets['gpu'], or use fewer units at once"
+        )
+
+    def _make_room(self, nbytes: int, keep: Sequence[Unit] = ()) -> bool:
+        """Release what was used longest ago until ``nbytes`` fit; False (and nothing released) if that cannot be."""
+        missing = nbytes - self._tier.free
         if missing <= 0:
             return True
         victims = []
         for victim in sorted(self._here(), key=lambda u: u.used_at):
-            if victim not in keep and victim is not unit and self._releasable(victim):
+            if victim not in keep and self._releasable(victim):
                 victims.append(victim)
                 missing -= victim.region.nbytes
                 if missing <= 0:

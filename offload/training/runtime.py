@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,11 +18,13 @@ from torch import nn
 from offload.errors import OffloadError
 from offload.sharding.layout import Span
 from offload.sharding.unit import Member, Unit
+from offload.sizes import PAGE
 from offload.storage.device import Device
 from offload.storage.memory import HostMemory
 from offload.storage.staging import StagingPool
 from offload.storage.tiers import Tier
 from offload.trace import Lanes
+from offload.training import tiled
 from offload.training.gradients import Gradients
 from offload.training.parameter import OffloadedParameter, ResidentParameter, register, unregister
 from offload.training.residency import Residency
@@ -204,7 +207,7 @@ class Runtime:
             buffer.present = [False] * len(buffer.present)
         p = self.parts
         self._pending = PendingUpdate(
-            updates, p.device, p.residency, p.state.staging, p.delivery, p.lanes
+            updates, p.device, p.residency, p.state.staging, p.delivery, p.tiers["cpu"], p.lanes
         )
         self.settle()
         for buffer, before in zip(taken, present, strict=True):
@@ -266,6 +269,41 @@ class Runtime:
             self.device.download(copy, flat).wait()
             flat = copy
         return unit.weights(flat)
+
+    # Units larger than the compute budget (see training.tiled)
+
+    def tiled(self, unit: Unit, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Owner: run a function of torch on a matrix that is never in compute memory whole."""
+        self.settle()
+        return tiled.call(self, unit, func, args, kwargs)
+
+    def tiles(self, unit: Unit) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """TileSource: ``(first, last, rows)``; each tile is gone when the next is asked for."""
+        self.settle()
+        rows, columns = unit.members[0].slot.shape
+        count = max(1, (unit.tile - PAGE) // (columns * unit.dtype.itemsize))
+        region = self.device.region(unit.tile)
+        with self._residency.borrow(region, unit.name):
+            for first in range(0, rows, count):
+                last = min(rows, first + count)
+                yield first, last, self.parts.transfers.fetch_rows(unit, region, first, last)
+
+    def host_copy(self, unit: Unit) -> torch.Tensor:
+        """TileSource: the unit's flat weights, read from their home into host memory of their own."""
+        self.settle()
+        if self._residency.is_resident(unit) and not unit.permanent:
+            return self.host_weights(unit).clone()
+        memory = HostMemory(unit.home.nbytes)
+        self.parts.transfers.read(unit.home, memory.tensor[: unit.home.nbytes])
+        return unit.weights(memory.tensor)
+
+    def replace_weights(self, unit: Unit, weights: torch.Tensor) -> None:
+        """TileSource: the other way round; masters follow where weights changed."""
+        buffer = HostMemory(unit.home.nbytes).tensor[: unit.home.nbytes]
+        unit.weights(buffer).copy_(weights)
+        self.parts.transfers.write(unit.home, buffer)
+        follow_weights(self.state, unit, Span(0, unit.layout.numel), weights)
+        unit.version += 1
 
     @staticmethod
     def _whole_member(unit: Unit, target: torch.Tensor) -> Member | None:

@@ -12,8 +12,9 @@ from collections import deque
 import torch
 
 from offload.sharding.homes import ComputeHome, HostHome, SwapHome
-from offload.sharding.unit import Unit
-from offload.storage.device import Device
+from offload.sharding.unit import Home, Unit
+from offload.sizes import PAGE, round_up
+from offload.storage.device import Device, Region
 from offload.storage.staging import StagingPool
 from offload.storage.ticket import DoneTicket, FutureTicket, Ticket
 
@@ -37,6 +38,45 @@ class Transfers:
             return home.read(region.flat)
         return FutureTicket(self._thread.submit(self._fetch_staged, home, region.flat))
 
+    def fetch_rows(self, unit: Unit, region: Region, first: int, last: int) -> torch.Tensor:
+        """Rows ``[first, last)`` of a one-matrix unit into a small region; waits, and returns them as a matrix."""
+        home, columns = unit.home, unit.members[0].slot.shape[1]
+        row = columns * unit.dtype.itemsize
+        begin, end = first * row, last * row
+        if isinstance(home, HostHome):
+            self._device.upload(region.flat[: end - begin], home.buffer[begin:end]).order_compute()
+            skip = 0
+        else:
+            assert isinstance(home, SwapHome)
+            start = begin // PAGE * PAGE
+            target = region.flat[: round_up(end) - start]
+            if self._device.host_visible:
+                home.read(target, start).wait()
+            else:
+                self._thread.submit(self._fetch_staged, home, target, start).result()
+            skip = begin - start
+        return region.flat[skip : skip + end - begin].view(unit.dtype).view(last - first, columns)
+
+    def read(self, home: Home, buffer: torch.Tensor) -> None:
+        """A whole record into ordinary host memory (page-aligned, of the record's size)."""
+        if isinstance(home, SwapHome):
+            home.read(buffer).wait()
+        elif isinstance(home, HostHome):
+            buffer.copy_(home.buffer)
+        else:
+            assert isinstance(home, ComputeHome)
+            self._device.download(buffer, home.buffer).wait()
+
+    def write(self, home: Home, buffer: torch.Tensor) -> None:
+        """The other way round."""
+        if isinstance(home, SwapHome):
+            home.write(buffer).wait()
+        elif isinstance(home, HostHome):
+            home.buffer.copy_(buffer)
+        else:
+            assert isinstance(home, ComputeHome)
+            self._device.upload(home.buffer, buffer).wait()
+
     def store(self, unit: Unit) -> None:
         """Compute memory to home, after a write by the user; returns when it is there."""
         home, flat = unit.home, unit.region.flat
@@ -48,18 +88,18 @@ class Transfers:
             else:
                 self._thread.submit(self._store_staged, home, flat).result()
 
-    def _fetch_staged(self, home: SwapHome, flat: torch.Tensor) -> None:
+    def _fetch_staged(self, home: SwapHome, flat: torch.Tensor, offset: int = 0) -> None:
         pool = self._pool()
         under_way: deque[tuple[Ticket, torch.Tensor]] = deque()
         try:
-            for start in range(0, home.nbytes, pool.nbytes):
-                size = min(pool.nbytes, home.nbytes - start)
+            for start in range(0, flat.numel(), pool.nbytes):
+                size = min(pool.nbytes, flat.numel() - start)
                 if len(under_way) == pool.count:
                     self._retire(under_way)
                 buffer = pool.acquire()
                 assert buffer is not None
                 try:
-                    home.read(buffer[:size], start).wait()
+                    home.read(buffer[:size], offset + start).wait()
                     under_way.append((self._device.upload(flat[start : start + size], buffer[:size]), buffer))
                 except BaseException:
                     pool.release(buffer)

@@ -23,8 +23,10 @@ from offload.sharding.homes import ComputeHome, HostHome, SwapHome
 from offload.sharding.layout import Span
 from offload.sharding.unit import StateBlock, Unit
 from offload.storage.device import Device
+from offload.storage.memory import HostMemory
 from offload.storage.staging import StagingPool
 from offload.storage.ticket import Ticket
+from offload.storage.tiers import Tier
 from offload.trace import Lanes
 from offload.training.residency import Residency
 
@@ -83,6 +85,7 @@ class PendingUpdate:
     residency: Residency
     staging: StagingPool | None
     delivery: StagingPool | None
+    host: Tier
     lanes: Lanes
     _items: deque[_Item] = field(default_factory=deque)
     _reads: dict[int, tuple[torch.Tensor, Ticket]] = field(default_factory=dict)
@@ -201,6 +204,8 @@ class PendingUpdate:
         self.residency.settle(unit)
         if isinstance(home, HostHome):
             self._weights = home.buffer
+        elif unit.tile:
+            self._weights = self._own_buffer(update)
         elif self.device.host_visible or isinstance(unit.blocks[0].home, ComputeHome):
             self._have_room(unit, whole=update.whole())
             self._weights = unit.region.flat
@@ -239,6 +244,16 @@ class PendingUpdate:
                 raise
         return buffer
 
+    def _own_buffer(self, update: UnitUpdate) -> torch.Tensor:
+        """Host memory for the weights of a unit that is larger than the compute budget."""
+        home = update.unit.home
+        assert isinstance(home, SwapHome)
+        self.host.take(home.nbytes, "delivery")
+        buffer = HostMemory(home.nbytes).tensor
+        if not update.whole():
+            home.read(buffer).wait()
+        return buffer
+
     def _end(self, update: UnitUpdate) -> None:
         unit, weights, home = update.unit, self._weights_buffer(), update.unit.home
         here = unit.region.flat
@@ -250,7 +265,9 @@ class PendingUpdate:
 
         def done() -> None:
             self.residency.unpin(unit)
-            if self.delivery is not None and not isinstance(home, HostHome) and not delivered:
+            if unit.tile and isinstance(home, SwapHome):
+                self.host.give(home.nbytes, "delivery")
+            elif self.delivery is not None and not isinstance(home, HostHome) and not delivered:
                 self.delivery.release(weights)
 
         resident = self.residency.is_resident(unit)

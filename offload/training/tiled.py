@@ -1,0 +1,150 @@
+"""A matrix larger than the compute budget, used in tiles of rows.
+
+# Note [Tiles change the order of sums]
+``F.linear`` with a weight that cannot be in compute memory whole is computed tile by tile: outputs are the same dot
+products, and the input's gradient is a sum over tiles. That order depends on the budget, which is why this is the one
+exception to rule R1; it only concerns matrices that otherwise could not run at all. ``F.embedding`` copies rows and is
+exact. The weight's gradient is an ordinary tensor: like activations, it is autograd's and not counted on the tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional as F
+
+from offload.errors import BudgetError
+from offload.sharding.unit import Unit
+
+
+class TileSource(Protocol):
+    """What the functions below need from the runtime."""
+
+    def tiles(self, unit: Unit) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """``(first row, last row, rows)`` in compute memory, one tile at a time."""
+
+    def host_copy(self, unit: Unit) -> torch.Tensor:
+        """The unit's flat weights in host memory of their own."""
+
+    def replace_weights(self, unit: Unit, weights: torch.Tensor) -> None:
+        """Flat host weights become the unit's; masters follow where they changed."""
+
+
+def call(source: TileSource, unit: Unit, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` of torch, one of whose arguments is the unit's matrix."""
+    matrix = unit.members[0].parameter
+    if func is F.linear and len(args) > 1 and args[1] is matrix:
+        bias = args[2] if len(args) > 2 else kwargs.get("bias")
+        out = _TiledLinear.apply(args[0], matrix, source, unit)
+        return out if bias is None else out + bias
+    if func is F.embedding and len(args) > 1 and args[1] is matrix:
+        return _embedding(source, unit, matrix, args, kwargs)
+    if torch.is_grad_enabled() and matrix.requires_grad and torch.is_floating_point(matrix):
+        name = getattr(func, "__name__", str(func))
+        raise BudgetError(
+            f"unit {unit.name!r} does not fit the gpu budget and is used in tiles, which works in nn.Linear and "
+            f"nn.Embedding; found {name} in training. Raise budgets['gpu'] to at least {unit.region.nbytes} bytes"
+        )
+    return _on_host(source, unit, matrix, func, args, kwargs)
+
+
+def _on_host(
+    source: TileSource,
+    unit: Unit,
+    matrix: torch.Tensor,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Without gradients, anything runs on a copy in host memory; changes are written back."""
+    slot = unit.members[0].slot
+    flat = source.host_copy(unit)
+    here = flat[: slot.numel].view(slot.shape)
+    version = flat._version
+    result = func(*_swap(args, matrix, here), **_swap(kwargs, matrix, here))
+    if flat._version != version:
+        source.replace_weights(unit, flat)
+    return matrix if result is here else result
+
+
+def _swap(tree: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
+    if isinstance(tree, torch.Tensor):
+        same = tree is old or tree.untyped_storage()._cdata == old.untyped_storage()._cdata
+        return new if same else tree
+    if isinstance(tree, dict):
+        return {k: _swap(v, old, new) for k, v in tree.items()}
+    if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):
+        return type(tree)(_swap(v, old, new) for v in tree)
+    return tree
+
+
+class _TiledLinear(torch.autograd.Function):
+    """``x @ weight.T`` for ``x`` (..., in) and ``weight`` (out, in); (..., out)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, matrix: torch.Tensor, source: TileSource, unit: Unit) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.source, ctx.unit, ctx.version = source, unit, unit.version
+        out = x.new_empty(*x.shape[:-1], unit.members[0].slot.shape[0])
+        for first, last, rows in source.tiles(unit):
+            out[..., first:last] = x @ rows.t()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        (x,), (gradient,), unit = ctx.saved_tensors, gradients, ctx.unit
+        if unit.version != ctx.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
+                f"weight of unit {unit.name!r} is at version {unit.version}; expected version {ctx.version} instead"
+            )
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.zeros_like(x)
+            for first, last, rows in ctx.source.tiles(unit):
+                dx += gradient[..., first:last] @ rows
+        if ctx.needs_input_grad[1]:
+            dw = gradient.reshape(-1, gradient.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+        return dx, dw, None, None
+
+
+def _embedding(
+    source: TileSource, unit: Unit, matrix: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    options = {**dict(zip(names, args[2:], strict=False)), **kwargs}
+    if options.get("max_norm") is not None or options.get("scale_grad_by_freq"):
+        raise BudgetError(
+            f"unit {unit.name!r} does not fit the gpu budget and is used in tiles: expected an embedding without "
+            f"max_norm and scale_grad_by_freq; raise budgets['gpu'] to at least {unit.region.nbytes} bytes"
+        )
+    padding = options.get("padding_idx")
+    out: torch.Tensor = _TiledEmbedding.apply(args[0], matrix, source, unit, -1 if padding is None else padding)
+    return out
+
+
+class _TiledEmbedding(torch.autograd.Function):
+    """Rows of the matrix by ``ids``; reads each tile that holds one of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ids: torch.Tensor, matrix: torch.Tensor, source: TileSource, unit: Unit, padding: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.shape, ctx.padding = unit.members[0].slot.shape, padding
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < ctx.shape[0]:
+            raise IndexError(f"index out of range in embedding of {ctx.shape[0]} rows")
+        out = torch.empty(*ids.shape, ctx.shape[1], dtype=unit.dtype, device=ids.device)
+        for first, last, rows in source.tiles(unit):
+            inside = (ids >= first) & (ids < last)
+            if inside.any():
+                out[inside] = rows[ids[inside] - first]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor, None, None, None]:
+        (ids,), (gradient,) = ctx.saved_tensors, gradients
+        dw = torch.ops.aten.embedding_dense_backward(gradient, ids, ctx.shape[0], ctx.padding, False)
+        return None, dw, None, None, None

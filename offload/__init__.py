@@ -1,6 +1,7 @@
 """A heterogeneous offload engine for PyTorch: training state on GPU, pinned RAM and NVMe. The public names."""
 
 from offload import native, storage
+from offload.checkpoint.export import save_pretrained
 from offload.diagnosis import build_info
 from offload.engine import unwrap, wrap
 from offload.errors import BudgetError, CheckpointError, ConfigError, OffloadError, RankMismatchError, SwapError
@@ -21,6 +22,7 @@ __all__ = [
     "clip_grad_norm_",
     "gather",
     "native",
+    "save_pretrained",
     "state_dict",
     "stats",
     "storage",

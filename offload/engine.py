@@ -100,7 +100,7 @@ def unwrap(model: Model) -> Model:
     """
     runtime = runtime_of_model(model)
     runtime.settle()
-    for handle in model.__dict__.pop("_offload_handles"):
+    for handle in runtime.handles:
         handle.remove()
     for unit in runtime.units:
         restored = []
@@ -237,7 +237,7 @@ class _Builder:
                 close,
             )
         )
-        self._model.__dict__["_offload_handles"] = attach(runtime, self._model, cut.users)
+        runtime.handles = attach(runtime, self._model, cut.users)
         for module in self._model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device.torch_device:

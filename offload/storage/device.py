@@ -28,11 +28,11 @@ from offload.trace import Lanes
 
 
 class Region(ABC):
-    """Compute memory of fixed size. ``flat`` is a uint8 tensor over all of it; its storage object never changes."""
+    """Compute memory of fixed size. ``flat`` is a uint8 tensor over all of it, for transfers; ``storage`` is what
+    parameters look at, and stays the same object."""
 
-    def __init__(self, flat: torch.Tensor) -> None:
-        self.flat, self.nbytes = flat, flat.numel()
-        self.storage = flat.untyped_storage()
+    def __init__(self, flat: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        self.flat, self.nbytes, self.storage = flat, flat.numel(), storage
         self.committed = False
         self._own_references = 0
 
@@ -56,7 +56,9 @@ class Region(ABC):
         # Note [Memory goes only when nobody looks at it]
         Autograd unpacks a weight, a checkpoint keeps one, a user keeps a view: each is one more reference to the
         storage. As long as there is one, the region is not released, which makes the life of an unpacked weight
-        exact without a hook that says when a backward node is finished.
+        exact without a hook that says when a backward node is finished. Transfers of our own must not be counted: on
+        the host they use a second storage over the same mapping, and a copy on a stream lets go of its tensors once
+        compute is ordered after it.
         """
         return self._references() - self._own_references
 
@@ -105,7 +107,7 @@ class HostRegion(Region):
     def __init__(self, nbytes: int, poison: bool) -> None:
         self._memory = HostMemory(nbytes)
         self._poison = poison
-        super().__init__(self._memory.tensor)
+        super().__init__(self._memory.tensor, self._memory.another_tensor().untyped_storage())
 
     def commit(self) -> None:
         self.committed = True
@@ -155,7 +157,8 @@ class HostDevice(Device):
 
 class _CudaRegion(Region):
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        super().__init__(torch.empty(nbytes, dtype=torch.uint8, device=device))
+        flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        super().__init__(flat, flat.untyped_storage())
         self.storage.resize_(0)
 
     def commit(self) -> None:
@@ -182,6 +185,7 @@ class _EventTicket(Ticket):
 
     def order_compute(self) -> None:
         torch.cuda.current_stream().wait_event(self._end)
+        self._keep = ()
 
     def _finish(self) -> None:
         if self._record is not None:

@@ -25,7 +25,11 @@ class HostMemory:
         self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if self.nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             self._advise(mmap.MADV_HUGEPAGE)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.tensor = self.another_tensor()
+
+    def another_tensor(self) -> torch.Tensor:
+        """All bytes as uint8, with a storage object of its own."""
+        return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def discard(self) -> None:
         """Give the pages back; the next read sees zeros at the same address."""

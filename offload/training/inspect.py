@@ -80,16 +80,16 @@ def state_dict(model: nn.Module, master: bool = False) -> dict[str, torch.Tensor
     out: dict[str, torch.Tensor] = {}
     copies: dict[int, torch.Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
-            out[name] = value
-            continue
-        if id(value) not in copies:
-            copies[id(value)] = _copy(runtime, value, master)
-        out[name] = copies[id(value)]
+        if isinstance(value, torch.Tensor):
+            if id(value) not in copies:
+                copies[id(value)] = read_tensor(runtime, value, master)
+            value = copies[id(value)]
+        out[name] = value
     return out
 
 
-def _copy(runtime: Runtime, value: torch.Tensor, master: bool) -> torch.Tensor:
+def read_tensor(runtime: Runtime, value: torch.Tensor, master: bool) -> torch.Tensor:
+    """A host copy of one of the model's tensors; of a parameter that is trained, the fp32 master if ``master``."""
     if master and isinstance(value, OffloadedParameter | ResidentParameter):
         unit, index = runtime.place_of(value)
         found = read_member(runtime.state, unit, unit.members[index])

@@ -82,6 +82,7 @@ class Runtime:
         self.units, self.device, self.tiers, self.lanes = parts.units, parts.device, parts.tiers, parts.lanes
         self.state, self.gradients = parts.state, parts.gradients
         self.closed = False
+        self.handles: list[Any] = []  # of the hooks on the model
         self._residency = parts.residency
         self._saved = SavedTensors(self._use_in_backward, lambda: self._residency.prefetch(training=True))
         self._frames: list[Frame] = []

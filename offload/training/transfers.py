@@ -36,7 +36,7 @@ class Transfers:
         assert isinstance(home, SwapHome)
         if self._device.host_visible:
             return home.read(region.flat)
-        return FutureTicket(self._thread.submit(self._fetch_staged, home, region.flat))
+        return FutureTicket(self._thread.submit(self._fetch_staged, home, region))
 
     def fetch_rows(self, unit: Unit, region: Region, first: int, last: int) -> torch.Tensor:
         """Rows ``[first, last)`` of a one-matrix unit into a small region; waits, and returns them as a matrix."""
@@ -53,7 +53,7 @@ class Transfers:
             if self._device.host_visible:
                 home.read(target, start).wait()
             else:
-                self._thread.submit(self._fetch_staged, home, target, start).result()
+                self._thread.submit(self._fetch_staged, home, region, start).result()
             skip = begin - start
         return region.flat[skip : skip + end - begin].view(unit.dtype).view(last - first, columns)
 
@@ -86,10 +86,10 @@ class Transfers:
             if self._device.host_visible:
                 home.write(flat).wait()
             else:
-                self._thread.submit(self._store_staged, home, flat).result()
+                self._thread.submit(self._store_staged, home, unit.region).result()
 
-    def _fetch_staged(self, home: SwapHome, flat: torch.Tensor, offset: int = 0) -> None:
-        pool = self._pool()
+    def _fetch_staged(self, home: SwapHome, region: Region, offset: int = 0) -> None:
+        pool, flat = self._pool(), region.flat[: min(region.nbytes, home.nbytes - offset)]
         under_way: deque[tuple[Ticket, torch.Tensor]] = deque()
         try:
             for start in range(0, flat.numel(), pool.nbytes):
@@ -108,8 +108,8 @@ class Transfers:
             while under_way:
                 self._retire(under_way)
 
-    def _store_staged(self, home: SwapHome, flat: torch.Tensor) -> None:
-        pool = self._pool()
+    def _store_staged(self, home: SwapHome, region: Region) -> None:
+        pool, flat = self._pool(), region.flat
         for start in range(0, home.nbytes, pool.nbytes):
             size = min(pool.nbytes, home.nbytes - start)
             buffer = pool.acquire()

@@ -1,0 +1,45 @@
+"""Files that are whole or not there: written aside, synced, then renamed (rule R6)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+
+def write_aside(path: Path, write: Callable[[Path], None]) -> None:
+    """Have ``write`` make the file under another name, sync it, and rename it to ``path``."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(aside)
+        with open(aside, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """A safetensors file of host tensors."""
+    write_aside(path, lambda aside: save_file(dict(tensors), aside, metadata={"format": "pt"}))
+
+
+def write_text(path: Path, text: str) -> None:
+    write_aside(path, lambda aside: _write_text(aside, text))
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

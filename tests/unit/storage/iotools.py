@@ -13,6 +13,7 @@ import torch
 
 from offload.sizes import PAGE
 from offload.storage.io import BACKENDS, why_not
+from offload.storage.swap import Extent, SwapSpace
 
 ROOT = Path(__file__).parents[3]
 
@@ -58,3 +59,17 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         timeout=120,
         check=False,
     )
+
+
+def put(swap: SwapSpace, extent: Extent, seed: int) -> torch.Tensor:
+    """Write random bytes by `seed` over the whole extent, and return them."""
+    data = aligned(extent.nbytes, seed)
+    swap.write(extent, data).wait()
+    return data
+
+
+def get(swap: SwapSpace, extent: Extent) -> torch.Tensor:
+    """All bytes of the extent."""
+    data = aligned(extent.nbytes)
+    swap.read(extent, data).wait()
+    return data

@@ -293,7 +293,6 @@ print("up", flush=True)
 while True:
     swap.write(extent, data).wait()
 """
-    free = shutil.disk_usage(tmp_path).free
     child = subprocess.Popen(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -305,7 +304,6 @@ while True:
     child.send_signal(signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL
     assert list(folder.iterdir()) == []
-    assert shutil.disk_usage(tmp_path).free > free - (32 << 20)
 
 
 def test_dropped_without_close(one: IoBackend, tmp_path: Path) -> None:

@@ -57,22 +57,19 @@ def adam_scalars(
         if not (math.isfinite(value) and value >= 0.0):
             raise ValueError(f"{name} must be a finite number >= 0, got {value}")
     lr, weight_decay = float(lr), float(weight_decay)
-    return AdamScalars(
-        grad_scale=_f32(grad_scale),
-        decay=_f32(1.0 - lr * weight_decay) if decoupled else _f32(weight_decay),
-        beta1=_f32(beta1),
-        one_minus_beta1=_f32(1.0 - beta1),
-        beta2=_f32(beta2),
-        one_minus_beta2=_f32(1.0 - beta2),
-        inv_sqrt_bias2=_f32(1.0 / math.sqrt(1.0 - beta2**step)),
-        eps=_f32(eps),
-        step_size=_f32(lr / (1.0 - beta1**step)),
+    exact = AdamScalars(
+        grad_scale=grad_scale,
+        decay=1.0 - lr * weight_decay if decoupled else weight_decay,
+        beta1=beta1,
+        one_minus_beta1=1.0 - beta1,
+        beta2=beta2,
+        one_minus_beta2=1.0 - beta2,
+        inv_sqrt_bias2=1.0 / math.sqrt(1.0 - beta2**step),
+        eps=eps,
+        step_size=lr / (1.0 - beta1**step),
     )
-
-
-def _f32(x: float) -> float:
-    with np.errstate(over="ignore"):
-        return float(np.float32(x))
+    with np.errstate(over="ignore"):  # a scale beyond fp32 is an infinity, as everywhere in fp32
+        return AdamScalars._make(np.array(exact, dtype=np.float64).astype(np.float32).tolist())
 
 
 @torch.no_grad()

@@ -153,6 +153,23 @@ def adamw_(
     if out is not None:
         _tensor("out", out, _DTYPES, n)
     _no_overlap({"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "out": out})
+    lib, index, workers = _where(isa, threads)
+    if lib is None:
+        torch_kernels.adamw_(
+            param,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            step=step,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            decoupled=decoupled,
+            grad_scale=grad_scale,
+            out=out,
+        )
+        return
     scalars = torch_kernels.adam_scalars(
         step=step,
         lr=lr,
@@ -162,10 +179,6 @@ def adamw_(
         decoupled=decoupled,
         grad_scale=grad_scale,
     )
-    lib, index, workers = _where(isa, threads)
-    if lib is None:
-        torch_kernels.adamw_(param, grad, exp_avg, exp_avg_sq, scalars, decoupled=decoupled, out=out)
-        return
     # Weights without a master are their own copy; whoever wants another gets it from them.
     fused = out if param.dtype == torch.float32 else None
     if n:

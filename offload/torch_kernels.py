@@ -1,4 +1,4 @@
-"""The arithmetic of the native core in torch and NumPy: what runs where the native core was not built.
+"""The arithmetic of the native core in torch: for tensors on an accelerator, and where the native core was not built.
 
 Bit for bit the same results as `native/kernels.cpp`, because every fp32 operation is a torch operation of its own
 (no `alpha=`, `addcmul_` or `lerp_`, which may fuse a product and a sum), in the same order.
@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-# Elements worked on at a time: temporaries of 1 MiB stay in the cache and never count against a budget.
+# Elements worked on at a time. On the CPU temporaries of 1 MiB stay in the cache; an accelerator needs longer kernels.
 _CHUNK = 1 << 18
+_ACCELERATOR_CHUNK = 1 << 22
 
 # Shape of the sum of squares, as in native/kernels.h and kernels.cpp.
 _BLOCK = 4096
@@ -78,26 +79,43 @@ def adamw_(
     grad: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
-    scalars: AdamScalars,
     *,
-    decoupled: bool,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = True,
+    grad_scale: float = 1.0,
     out: torch.Tensor | None = None,
 ) -> None:
-    """`offload.native.adamw_` after its checks; the same tensors, all contiguous and on the CPU."""
+    """`offload.native.adamw_` without its checks, for contiguous tensors that are all on one device."""
+    scalars = adam_scalars(
+        step=step,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=decoupled,
+        grad_scale=grad_scale,
+    )
     flat = [t.detach().view(-1) for t in (param, grad, exp_avg, exp_avg_sq)]
     flat_out = None if out is None else out.detach().view(-1)
-    for begin in range(0, param.numel(), _CHUNK):
-        part = slice(begin, min(begin + _CHUNK, param.numel()))
+    for part in _chunks(param):
         p, g, m, v = (t[part] for t in flat)
-        new = _update(p, g, m, v, scalars, decoupled)
+        _update(p, g, m, v, scalars, decoupled)
         if flat_out is not None:
-            flat_out[part].copy_(new)
+            flat_out[part].copy_(p)
+
+
+def _chunks(tensor: torch.Tensor) -> list[slice]:
+    size = _CHUNK if tensor.device.type == "cpu" else _ACCELERATOR_CHUNK
+    return [slice(at, min(at + size, tensor.numel())) for at in range(0, tensor.numel(), size)]
 
 
 def _update(
     param: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, s: AdamScalars, decoupled: bool
-) -> torch.Tensor:
-    """Updates one chunk in place and returns its new weights."""
+) -> None:
     p = param.float()  # the tensor itself when it is fp32
     g = grad.float() * s.grad_scale
     if decoupled:
@@ -106,35 +124,38 @@ def _update(
         g.add_(p * s.decay)
     m.mul_(s.beta1).add_(g * s.one_minus_beta1)
     v.mul_(s.beta2).add_((g * g).mul_(s.one_minus_beta2))
-    d = (
-        torch.from_numpy(np.sqrt(v.numpy())).mul_(s.inv_sqrt_bias2).add_(s.eps)
-    )  # torch's sqrt is off by an ulp at times
+    d = _sqrt(v).mul_(s.inv_sqrt_bias2).add_(s.eps)
     p.sub_((m / d).mul_(s.step_size))
-    if p.data_ptr() != param.data_ptr():
+    if p.dtype != param.dtype:
         param.copy_(p)
-    return param
+
+
+def _sqrt(x: torch.Tensor) -> torch.Tensor:
+    # torch's own square root on the CPU is off by one unit in the last place now and then; NumPy's and CUDA's are not.
+    return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
 
 
 @torch.no_grad()
 def sum_squares(x: torch.Tensor) -> float:
     """Sum of squares of `x` in double; the order of the additions is that of the native core."""
     flat = x.detach().view(-1)
-    partial = [_block_sums(flat[at : at + _CHUNK]) for at in range(0, flat.numel(), _CHUNK)]
+    partial = [_block_sums(flat[part]) for part in _chunks(flat)]
     if not partial:
         return 0.0
-    return float(np.add.accumulate(np.concatenate(partial))[-1])  # accumulate adds strictly from left to right
+    blocks = torch.cat(partial).cpu().numpy()
+    return float(np.add.accumulate(blocks)[-1])  # accumulate adds strictly from left to right
 
 
-def _block_sums(chunk: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def _block_sums(chunk: torch.Tensor) -> torch.Tensor:
     blocks = -(-chunk.numel() // _BLOCK)
-    padded = torch.zeros(blocks * _BLOCK, dtype=torch.float64)
+    padded = torch.zeros(blocks * _BLOCK, dtype=torch.float64, device=chunk.device)
     padded[: chunk.numel()].copy_(chunk)
     padded.mul_(padded)
     rows = padded.view(blocks, _BLOCK // _LANES, _LANES)
-    lanes = torch.zeros(blocks, _LANES, dtype=torch.float64)
+    lanes = torch.zeros(blocks, _LANES, dtype=torch.float64, device=chunk.device)
     for row in range(min(rows.shape[1], -(-chunk.numel() // _LANES))):
         lanes.add_(rows[:, row])
     while lanes.shape[1] > 1:
         half = lanes.shape[1] // 2
         lanes = lanes[:, :half] + lanes[:, half:]
-    return lanes.view(-1).numpy()
+    return lanes.view(-1)

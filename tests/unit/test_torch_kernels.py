@@ -46,7 +46,7 @@ def test_work_in_chunks_has_no_seams(monkeypatch: pytest.MonkeyPatch) -> None:
     out = torch.empty(n, dtype=torch.bfloat16)
     options = {"step": 2, "lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.01}
     expected = reference.adam(*(t.numpy().copy() for t in (param, grad, m, v)), **options)
-    torch_kernels.adamw_(param, grad, m, v, scalars(), decoupled=True, out=out)
+    torch_kernels.adamw_(param, grad, m, v, out=out, **options)
     for found, want in zip((param, m, v), expected, strict=True):
         assert torch.equal(found, torch.from_numpy(want))
     assert torch.equal(out, reference.from_f32(expected.param, torch.bfloat16))
@@ -62,6 +62,23 @@ def test_sum_squares_does_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPat
 
 def test_no_graph_is_recorded() -> None:
     param = torch.nn.Parameter(torch.ones(10))
-    torch_kernels.adamw_(param, torch.ones(10), torch.zeros(10), torch.zeros(10), scalars(), decoupled=True)
+    torch_kernels.adamw_(param, torch.ones(10), torch.zeros(10), torch.zeros(10), step=1, lr=0.1)
     assert param.is_leaf
     assert not param.eq(1.0).any()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_accelerator_gives_the_same_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    n = 300_007
+    here = [torch.randn(n), torch.randn(n).to(dtype), torch.randn(n) * 0.01, torch.rand(n)]
+    there = [t.cuda() for t in here]
+    out, far_out = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.bfloat16, device="cuda")
+    for decoupled in (True, False):
+        options = {"step": 3, "lr": 0.1, "weight_decay": 0.01, "decoupled": decoupled, "grad_scale": 0.3}
+        torch_kernels.adamw_(*here, out=out, **options)
+        torch_kernels.adamw_(*there, out=far_out, **options)
+        for a, b in zip([*here, out], [*there, far_out], strict=True):
+            assert reference.differences(a, b.cpu()) == 0
+    assert torch_kernels.sum_squares(here[1]) == torch_kernels.sum_squares(there[1])

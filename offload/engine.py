@@ -22,9 +22,10 @@ from offload.sharding.partition import Partition, UnitPlan, partition
 from offload.sharding.placement import Demand, Placement, UnitSize, place
 from offload.sharding.unit import Home, Member, State, Unit
 from offload.sizes import PAGE, format_size, round_up
-from offload.storage.device import Device, open_device, total_compute_memory
+from offload.storage.device import Device, total_compute_memory
 from offload.storage.io import open_backend
 from offload.storage.memory import HostMemory
+from offload.storage.open_device import open_device
 from offload.storage.staging import StagingPool
 from offload.storage.swap import SwapSpace
 from offload.storage.tiers import Tier

@@ -49,14 +49,15 @@ def save_pretrained(
         total += sum(t.numel() * t.element_size() for t in tensors.values())
     if len(files) > 1:
         write_text(
-            folder / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
+            folder / INDEX,
+            json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True),
         )
     stale = {WEIGHTS, INDEX, *(p.name for p in folder.glob("model-*-of-*.safetensors"))} - set(files)
     for name in stale if len(files) == 1 else stale - {INDEX}:
         (folder / name).unlink(missing_ok=True)
     for part in ("config", "generation_config"):
         settings = getattr(model, part, None)
-        if hasattr(settings, "save_pretrained"):
+        if settings is not None and hasattr(settings, "save_pretrained"):
             settings.save_pretrained(folder)
 
 
@@ -71,9 +72,7 @@ def _values(model: nn.Module) -> dict[str, torch.Tensor]:
     return out
 
 
-def _shards(
-    values: dict[str, torch.Tensor], master: bool, limit: int
-) -> Iterator[dict[str, torch.Tensor]]:
+def _shards(values: dict[str, torch.Tensor], master: bool, limit: int) -> Iterator[dict[str, torch.Tensor]]:
     shard: dict[str, torch.Tensor] = {}
     size = 0
     for name, value in values.items():

@@ -248,14 +248,12 @@ def default_device_name() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def open_device(name: str | None, lanes: Lanes, poison: bool) -> Device:
-    """The device called ``cpu``, ``cuda[:n]`` or ``simulated``; None picks what is there."""
-    name = name or default_device_name()
-    if name == "simulated":
-        from offload.storage.simulated import SimulatedDevice
-
-        return SimulatedDevice(lanes)
-    device = torch.device(name)
+def plain_device(name: str | None, lanes: Lanes, poison: bool) -> Device:
+    """The device called ``cpu`` or ``cuda[:n]``; None picks what is there."""
+    try:
+        device = torch.device(name or default_device_name())
+    except RuntimeError as error:
+        raise ConfigError(f"device: expected 'cpu', 'simulated' or 'cuda[:n]', found {name!r}") from error
     if device.type == "cpu":
         return HostDevice(lanes, poison)
     if device.type == "cuda" and torch.cuda.is_available():

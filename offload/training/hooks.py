@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.sharding.unit import Unit
 from offload.training.runtime import Frame, Runtime
+
+Hook = TypeVar("Hook", bound=Callable[..., None])
 
 
 def attach(runtime: Runtime, model: nn.Module, users: Sequence[tuple[nn.Module, list[int]]]) -> list[Any]:
@@ -32,12 +34,11 @@ def attach(runtime: Runtime, model: nn.Module, users: Sequence[tuple[nn.Module, 
 def _recover(runtime: Runtime, model: nn.Module) -> Callable[[nn.Module, Any], None]:
     hooked = weakref.ref(model)
 
-    @torch.compiler.disable
     def recover(module: nn.Module, args: Any) -> None:
         if module is hooked():
             runtime.recover()
 
-    return recover
+    return _not_compiled(recover)
 
 
 def _around(
@@ -48,20 +49,24 @@ def _around(
     # One entry for each call of `before`, None if it failed: torch calls `after` for that one as well.
     begun: list[Frame | None] = []
 
-    @torch.compiler.disable
     def before(module: nn.Module, args: Any) -> None:
         if module is hooked():
             begun.append(None)
             begun[-1] = runtime.before_forward(units)
 
-    @torch.compiler.disable
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if module is hooked() and begun:
             frame = begun.pop()
             if frame is not None:
                 runtime.after_forward(frame)
 
-    return before, after
+    return _not_compiled(before), _not_compiled(after)
+
+
+def _not_compiled(hook: Hook) -> Hook:
+    """torch.compile breaks its graph around this function and runs it as it is."""
+    wrapped: Hook = torch.compiler.disable(hook)
+    return wrapped
 
 
 def _on_gradient(runtime: Runtime, parameter: nn.Parameter) -> RemovableHandle:
@@ -69,7 +74,9 @@ def _on_gradient(runtime: Runtime, parameter: nn.Parameter) -> RemovableHandle:
     frozen = not parameter.requires_grad
     if frozen:
         parameter.requires_grad_(True)
-    handle = parameter.register_post_accumulate_grad_hook(runtime.accept_gradient)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+        runtime.accept_gradient
+    )
     if frozen:
         parameter.requires_grad_(False)
     return handle

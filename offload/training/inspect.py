@@ -58,7 +58,7 @@ def gather(target: nn.Module | torch.Tensor | Iterable[torch.Tensor], modify: bo
         yield
         return
     runtime = runtime_of(ours[0])
-    units = list(dict.fromkeys(runtime.place_of(p)[0] for p in ours))  # type: ignore[arg-type]
+    units = list(dict.fromkeys(runtime.place_of(p)[0] for p in ours))
     before = [u.version for u in units]
     with runtime.resident(units):
         yield

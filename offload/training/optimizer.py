@@ -21,6 +21,7 @@ from offload.training.runtime import Runtime
 from offload.training.state import read_member, write_moments
 from offload.training.update import AdamArgs, UnitUpdate, merged
 
+
 class _OffloadedAdam(torch.optim.Optimizer):
     _decoupled: bool
 
@@ -46,7 +47,7 @@ class _OffloadedAdam(torch.optim.Optimizer):
                 raise OffloadError("expected parameters of one wrapped model, found several; use an optimizer for each")
             self._runtime = runtime
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. With a non-finite gradient nothing changes and
         ``skipped_steps`` is raised by one.
 

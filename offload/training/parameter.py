@@ -12,7 +12,7 @@ behaves in the same way, so no alias made outside a unit's forward is ever read 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from torch import nn
 
 from offload.errors import OffloadError
 from offload.sharding.unit import Unit
+from offload.training.functions import ALIASES, COPIES, METADATA, POINTERS, SET_DATA
 
 _Disabled = torch._C.DisableTorchFunctionSubclass
 _Args = tuple[Any, ...]
@@ -101,7 +102,8 @@ class _HostGradient(nn.Parameter):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+        copy = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copy.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class ResidentParameter(_HostGradient):
@@ -125,21 +127,21 @@ class OffloadedView(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: _Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _POINTERS and isinstance(args[0], OffloadedView):
+        if func in POINTERS and isinstance(args[0], OffloadedView):
             _make_plain(args[0])
         return _dispatch(func, args, kwargs or {})
 
 
 def _dispatch(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any:
-    if func in _METADATA:
+    if func in METADATA:
         with _Disabled():
             return func(*args, **kwargs)
-    if func in _ALIASES:
+    if func in ALIASES:
         with _Disabled():
             return _guard(func(*args, **kwargs))
-    if func in _COPIES:
+    if func in COPIES:
         return func(args[0].detach().clone(), *args[1:], **kwargs)
-    if func is _SET_DATA:
+    if func is SET_DATA:
         return _set_data(*args)
     return _touch(func, args, kwargs)
 
@@ -184,7 +186,7 @@ def _make_plain(alias: OffloadedView) -> None:
                 "the memory of an offloaded parameter has no lasting address; use offload.gather(...) around the "
                 "access, or a copy (.detach().clone())"
             )
-        alias.__class__ = torch.Tensor  # type: ignore[assignment]
+        alias.__class__ = torch.Tensor
         alias.data = copy
 
 
@@ -208,42 +210,3 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     elif isinstance(tree, list | tuple):
         for value in tree:
             yield from _tensors(value)
-
-
-def _named(owner: Any, names: str, attribute: str | None = None) -> Iterable[Any]:
-    for name in names.split():
-        found = getattr(owner, name, None)
-        if attribute is not None:
-            found = getattr(found, attribute, None)
-        if found is not None:
-            yield found
-
-
-_METADATA = {
-    *_named(
-        torch.Tensor,
-        "shape dtype device layout ndim requires_grad is_leaf grad_fn _grad_fn names output_nr _version itemsize nbytes "
-        "is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_nested is_cpu is_cuda is_xpu is_mps is_vulkan is_hpu "
-        "is_ipu is_xla is_maia is_mtia retains_grad _backward_hooks _post_accumulate_grad_hooks _cdata grad_dtype",
-        "__get__",
-    ),
-    *_named(torch.Tensor, "requires_grad _backward_hooks _post_accumulate_grad_hooks", "__set__"),
-    *_named(
-        torch.Tensor,
-        "size dim ndimension stride numel nelement element_size is_floating_point is_complex is_signed is_contiguous "
-        "storage_offset requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad get_device is_shared "
-        "is_inference is_same_size data_ptr untyped_storage dim_order has_names is_conj is_neg __hash__ _is_view",
-    ),
-    *_named(
-        torch,
-        "is_floating_point is_complex is_signed numel is_same_size result_type is_conj is_neg is_inference "
-        "empty_like zeros_like ones_like full_like rand_like randn_like",
-    ),
-    torch.Tensor.grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.grad.__set__,  # type: ignore[attr-defined]
-    torch.Tensor.grad.__delete__,  # type: ignore[attr-defined]
-}
-_ALIASES = {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__, torch.Tensor.T.__get__, torch.Tensor.t}  # type: ignore[attr-defined]
-_COPIES = {*_named(torch.Tensor, "numpy __array__ __reduce_ex__ __deepcopy__ tolist")}
-_POINTERS = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage}
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -25,6 +25,7 @@ from offload.storage.staging import StagingPool
 from offload.storage.tiers import Tier
 from offload.trace import Lanes
 from offload.training import tiled
+from offload.training.functions import RAW_GRAD, SET_RAW_GRAD
 from offload.training.gradients import Gradients
 from offload.training.parameter import OffloadedParameter, ResidentParameter, register, unregister
 from offload.training.residency import Residency
@@ -112,14 +113,14 @@ class Runtime:
         while self._frames:
             self.after_forward(self._frames[-1])
 
-    def before_forward(self, units: Sequence[Unit]) -> Frame:
+    def before_forward(self, units: Sequence[Unit], touch: bool = False) -> Frame:
         """The module's units become resident and stay; what autograd saves of them is packed."""
         entered: list[Unit] = []
         try:
             for unit in units:
                 self._enter(unit)
                 entered.append(unit)
-            packing = nullcontext() if all(u.permanent for u in units) else self._saved.packing()
+            packing = nullcontext() if all(u.permanent for u in units) else self._saved.packing(touch)
             packing.__enter__()
         except BaseException:
             for unit in entered:
@@ -142,7 +143,7 @@ class Runtime:
     @contextmanager
     def touching(self, units: list[Unit]) -> Iterator[None]:
         """Owner: as around a forward, for one function of torch."""
-        frame = self.before_forward(units)
+        frame = self.before_forward(units, touch=True)
         try:
             yield
         finally:
@@ -155,14 +156,14 @@ class Runtime:
         if unit.pins == 1:
             self._versions[unit.index] = _version(unit)
             for member in unit.members:
-                member.parameter.__class__ = ResidentParameter  # type: ignore[assignment]
+                member.parameter.__class__ = ResidentParameter
 
     def _leave(self, unit: Unit) -> None:
         if unit.pins == 1:
             if _version(unit) != self._versions[unit.index]:
                 self._follow(unit, Span(0, unit.layout.numel))
             for member in unit.members:
-                member.parameter.__class__ = OffloadedParameter  # type: ignore[assignment]
+                member.parameter.__class__ = OffloadedParameter
         self._residency.unpin(unit)
 
     # Backward
@@ -176,12 +177,12 @@ class Runtime:
         self.settle()
         unit, index = self._places[id(parameter)]
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            gradient = torch.Tensor.grad.__get__(parameter)  # type: ignore[attr-defined]
+            gradient = RAW_GRAD(parameter)
             if gradient is None:
                 return
             self._norm_is_fresh = False
             self.gradients.arrived(unit, index, gradient)
-            torch.Tensor.grad.__set__(parameter, None)  # type: ignore[attr-defined]
+            SET_RAW_GRAD(parameter, None)
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Owner: the gradient that the next update will use, or None."""

@@ -9,6 +9,9 @@ gradients or how often backward runs.
 # Note [Hooks do not stack]
 Only the innermost pair of saved-tensor hooks is called by autograd, so around a unit's forward ours would hide those of
 activation checkpointing or ``save_on_cpu`` outside it. What is not a unit's memory is therefore handed on to them.
+The other way round, a checkpoint inside a unit's forward sees the unit's weights in forward, so it must see them
+in its recompute as well, where they are touched outside their forward: around a touch, hooks that are there stay
+innermost. What they keep is a plain alias, which holds the unit until the checkpoint has let go of it.
 """
 
 from __future__ import annotations
@@ -52,10 +55,10 @@ class SavedTensors:
     def __init__(self, use: Callable[[Unit], None], used: Callable[[], None]) -> None:
         self._use, self._used = use, used
 
-    def packing(self) -> AbstractContextManager[Any]:
-        """Pack what autograd saves inside the context."""
+    def packing(self, touch: bool) -> AbstractContextManager[Any]:
+        """Pack what autograd saves inside the context: a unit's forward, or (``touch``) one function outside it."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if outer is not None and getattr(outer[0], "packs_units", False):
+        if outer is not None and (touch or getattr(outer[0], "packs_units", False)):
             return nullcontext()
         pack = _Pack(outer[0] if outer else None, outer[1] if outer else None)
         return saved_tensors_hooks(pack, self._unpack)
@@ -95,7 +98,7 @@ class _Pack:
             unit = unit_of(tensor)
             if unit is not None and not unit.permanent:
                 return _Weight(
-                    unit, unit.version, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+                    unit, unit.version, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
                 )
             if self._outer is not None and self._outer_unpack is not None:
                 return _Foreign(self._outer(tensor), self._outer_unpack)

@@ -99,7 +99,9 @@ def member_span(member: Member) -> Span:
     return Span(member.slot.offset, member.slot.numel)
 
 
-def read_member(store: StateStore, unit: Unit, member: Member) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+def read_member(
+    store: StateStore, unit: Unit, member: Member
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Copies of master, exp_avg and exp_avg_sq (fp32, the parameter's shape, on the host); None without state."""
     if not store.has(unit, member):
         return None

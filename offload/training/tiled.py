@@ -32,7 +32,9 @@ class TileSource(Protocol):
         """Flat host weights become the unit's; masters follow where they changed."""
 
 
-def call(source: TileSource, unit: Unit, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call(
+    source: TileSource, unit: Unit, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run ``func`` of torch, one of whose arguments is the unit's matrix."""
     matrix = unit.members[0].parameter
     if func is F.linear and len(args) > 1 and args[1] is matrix:
@@ -121,7 +123,9 @@ def _embedding(
             f"max_norm and scale_grad_by_freq; raise budgets['gpu'] to at least {unit.region.nbytes} bytes"
         )
     padding = options.get("padding_idx")
-    out: torch.Tensor = _TiledEmbedding.apply(args[0], matrix, source, unit, -1 if padding is None else padding)
+    out: torch.Tensor = _TiledEmbedding.apply(  # type: ignore[no-untyped-call]
+        args[0], matrix, source, unit, -1 if padding is None else padding
+    )
     return out
 
 

@@ -255,3 +255,7 @@ def _direct_io(directory: Path) -> bool:
         backend.close()
         if made and directory.exists():
             directory.rmdir()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,7 +16,13 @@ from offload.errors import ConfigError
 from offload.integrations.data import Blocks, batches, make_blocks, read_documents, tokenise
 from offload.integrations.finetune_config import FinetuneConfig
 from offload.integrations.interrupt import StopRequest, stop_on_signals
-from offload.integrations.loading import find_model, load_model, load_tokenizer, max_positions
+from offload.integrations.loading import (
+    checkpoint_activations,
+    find_model,
+    load_model,
+    load_tokenizer,
+    max_positions,
+)
 from offload.integrations.progress import Progress, StepFigures
 from offload.integrations.run_report import LaneFigures, RunReport, TierFigures
 from offload.sizes import format_size
@@ -66,6 +72,10 @@ class FinetuneRun:
             self._check_model()
         with self._phase("wrap"):
             self._wrap()
+        try:
+            config.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make the directory {config.out} for the result: {error.strerror}") from error
 
     def _wrap(self) -> None:
         import offload
@@ -90,15 +100,15 @@ class FinetuneRun:
             )
         parameters = list(model.parameters())  # a tied one appears once
         self.report.parameters = sum(p.numel() for p in parameters)
-        config.out.mkdir(parents=True, exist_ok=True)
-        needed, free = sum(p.nbytes for p in parameters), shutil.disk_usage(config.out).free
+        place = next(parent for parent in (config.out, *config.out.absolute().parents) if parent.exists())
+        needed, free = sum(p.nbytes for p in parameters), shutil.disk_usage(place).free
         if needed > free:
             raise ConfigError(
                 f"the result needs about {format_size(needed)} in {config.out}, which has {format_size(free)} free; "
                 "give another directory or make room"
             )
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            checkpoint_activations(model)
 
     def train(self) -> RunReport:
         """Evaluate, train, evaluate, save the model and write the report. A signal ends training early, not the rest.
@@ -122,7 +132,7 @@ class FinetuneRun:
 
         config, model, optimizer, report = self.config, self.model, self.optimizer, self.report
         device = self._device()
-        scaler = torch.amp.GradScaler(device.type, enabled=self._is_half())
+        scaler = torch.amp.GradScaler(device.type, enabled=self._dtype() == torch.float16)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, config.lr_factor)
         data = batches(self.blocks.train, config.batch_size, config.steps * config.grad_accum, config.seed)
         model.train()
@@ -187,6 +197,8 @@ class FinetuneRun:
 
         stats = offload.stats(self.model)
         self.report.tiers = {n: TierFigures(t.used, t.peak, t.budget) for n, t in stats.tiers.items()}
+        self.report.placement = {kind: dict(by_tier) for kind, by_tier in stats.placement.items()}
+        self.model.config.dtype = self._dtype()  # what the files hold, so that it loads as it was saved
         offload.save_pretrained(self.model, self.config.out)
         self.tokenizer.save_pretrained(self.config.out)
 
@@ -205,9 +217,9 @@ class FinetuneRun:
         parameter: torch.Tensor = next(self.model.parameters())
         return parameter.device
 
-    def _is_half(self) -> bool:
+    def _dtype(self) -> torch.dtype:
         parameter: torch.Tensor = next(self.model.parameters())
-        return parameter.dtype == torch.float16
+        return parameter.dtype
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -15,7 +15,7 @@ import torch
 
 from offload.errors import ConfigError
 
-__all__ = ["ModelSource", "find_model", "load_model", "load_tokenizer", "max_positions"]
+__all__ = ["ModelSource", "checkpoint_activations", "find_model", "load_model", "load_tokenizer", "max_positions"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -105,6 +105,14 @@ def max_positions(model: Any) -> int | None:
     """Longest sequence the model takes, or None if its configuration does not say."""
     value = getattr(model.config, "max_position_embeddings", None)
     return value if isinstance(value, int) else None
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Have the model compute its activations again in backward instead of keeping them."""
+    if hasattr(model, "activation_checkpointing_enable"):  # the newer name
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def _forget_quantisation(model: Any) -> None:

@@ -44,6 +44,7 @@ class RunReport:
         eval_loss: mean loss in nats per token on held-out text, "before" and "after"; None where it was not measured.
         lanes: by name, counted over the training steps.
         tiers: by name, over the whole run.
+        placement: bytes at home on each tier, by kind ("weights", "optimizer state") and tier.
         seconds: wall time of training alone: no loading, evaluation or saving.
         stopped_by: "SIGINT" or "SIGTERM" if a signal ended the run before its last step.
         phases: wall seconds of the other parts of the run.
@@ -57,6 +58,7 @@ class RunReport:
     eval_loss: dict[str, float | None] = field(default_factory=lambda: {"before": None, "after": None})
     lanes: dict[str, LaneFigures] = field(default_factory=dict)
     tiers: dict[str, TierFigures] = field(default_factory=dict)
+    placement: dict[str, dict[str, int]] = field(default_factory=dict)
     seconds: float = 0.0
     skipped_steps: int = 0
     stopped_by: str | None = None
@@ -76,6 +78,7 @@ class RunReport:
             "lanes": {n: {"bytes": lane.bytes, "busy_s": round(lane.busy_s, 6)} for n, lane in self.lanes.items()},
             "lane_bytes_per_step": {n: lane.bytes / done for n, lane in self.lanes.items()},
             "tiers": {n: vars(tier) for n, tier in self.tiers.items()},
+            "placement": self.placement,
             "peak_rss_bytes": peak_rss_bytes(),
             "seconds": self.seconds,
             "tokens_per_s": self.tokens_per_s,

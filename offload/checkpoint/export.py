@@ -28,8 +28,8 @@ def save_pretrained(
     """Write a wrapped model as safetensors, one shard in memory at a time, and its configuration if it has one.
 
     Tied tensors are stored once, under their first name. With ``master``, trained parameters are written as their fp32
-    masters, else in the compute dtype. Files are named as ``transformers`` names them: ``model.safetensors``, or shards of
-    at most ``max_shard_size`` and an index. Each file is written aside, synced and renamed.
+    masters, else in the compute dtype. Files are named as ``transformers`` names them: ``model.safetensors``, or
+    shards of at most ``max_shard_size`` and an index. Each file is written aside, synced and renamed.
     """
     runtime = runtime_of_model(model)
     runtime.settle()

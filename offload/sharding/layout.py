@@ -1,9 +1,9 @@
 """Flat layout: offsets, alignment and padding of a unit's parameters in one buffer. Pure arithmetic.
 
 # Note [Every parameter starts at a multiple of 256 bytes]
-Offsets are multiples of 128 elements, the same in every buffer of a unit (weights, gradient, master, moments). That is
-256 B for two-byte types and 512 B for four-byte ones, so a vector kernel sees the same alignment wherever the unit lives,
-which keeps its bits the same (rule R1), and one offset serves all buffers.
+Offsets are multiples of 128 elements, the same in every buffer of a unit (weights, gradient, master, moments). That
+is 256 B for two-byte types and 512 B for four-byte ones, so a vector kernel sees the same alignment wherever the unit
+lives, which keeps its bits the same (rule R1), and one offset serves all buffers.
 """
 
 from __future__ import annotations

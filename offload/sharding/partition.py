@@ -1,11 +1,12 @@
 """Partition of a model into units: the modules whose parameters move together.
 
 # Note [How units are found]
-Training moves one unit at a time, so a unit should be as large as a transformer block (fewer, larger transfers) and no
-larger. Walking down from the root, a module is one unit unless it still holds a list of repeated blocks, is larger than
-the compute budget, or is the root; then its children are looked at instead and the parameters it owns directly form a
-unit of their own, which is fetched when touched. A parameter belongs to the first unit that owns it; modules that use it
-as well (tied weights) are users of that unit.
+Training moves one unit at a time, so a unit should be as large as a transformer block (fewer, larger transfers) and
+no larger. Walking down from the root, a module is one unit unless it still holds a list of repeated blocks, is larger
+than the compute budget, or is the root; then its children are looked at instead and the parameters it owns directly
+form a unit of their own, which is fetched when touched. The matrix of a Linear or an Embedding that is too large by
+itself is used in tiles of rows (see training.tiled). A parameter belongs to the first unit that owns it; modules that
+use it as well (tied weights) are users of that unit.
 """
 
 from __future__ import annotations

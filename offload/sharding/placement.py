@@ -50,7 +50,7 @@ class Placement:
     gradients: tuple[str, ...]  # tier by unit
     blocks: tuple[tuple[str, ...], ...]  # tier by unit and block
     window: int  # bytes of the gpu tier in which units come and go
-    staging: int
+    staged: bool  # transfers to and from nvme need staging buffers
 
     @property
     def swaps(self) -> bool:
@@ -86,18 +86,17 @@ class _Placer:
         if self._tiers == ["gpu"] or tuple(self._tiers) == ("gpu",):
             if None in weights or any(u.blocks and not w for u, w in zip(units, whole, strict=True)):
                 raise self._refuse("not everything fits the gpu tier, and there is no other")
-            staging = 0
         else:
-            staging = self._set_aside(gradients)
+            self._set_aside(gradients)
         homes = [w or self._elsewhere(u.weights, "weights", u) for w, u in zip(weights, units, strict=True)]
         blocks = [
             tuple(w or self._elsewhere(b, "optimizer state", u) for b in u.blocks)
             for w, u in zip(whole, units, strict=True)
         ]
-        return Placement(tuple(homes), tuple(gradients), tuple(blocks), window, staging)
+        return Placement(tuple(homes), tuple(gradients), tuple(blocks), window, "nvme" in self._tiers)
 
     def _window(self) -> int:
-        """Nothing where all weights stay on the gpu; else the largest need, twice (to prefetch) if that leaves a third."""
+        """Nothing where all weights stay; else the largest need, twice (to prefetch) where three would fit."""
         units, budget = self._demand.units, self._budgets["gpu"]
         if sum(u.weights for u in units) <= budget:
             return 0
@@ -112,8 +111,8 @@ class _Placer:
     def _largest(self) -> str:
         return max(self._demand.units, key=lambda u: u.window).name
 
-    def _set_aside(self, gradients: Sequence[str]) -> int:
-        """Take the fixed part of the cpu budget; returns the bytes of staging in it."""
+    def _set_aside(self, gradients: Sequence[str]) -> None:
+        """Take the fixed part of the cpu budget."""
         host_gradients = sum(
             u.gradient for u, tier in zip(self._demand.units, gradients, strict=True) if tier == "cpu" and u.blocks
         )
@@ -124,7 +123,6 @@ class _Placer:
                 f"gradients ({format_size(host_gradients)}) and staging buffers ({format_size(staging)}) "
                 "do not fit the cpu budget"
             )
-        return staging
 
     def _take(self, tier: str, nbytes: int) -> str | None:
         if tier not in self._tiers or nbytes > self._left[tier]:

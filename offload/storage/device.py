@@ -26,6 +26,8 @@ from offload.storage.memory import POISON, HostMemory
 from offload.storage.ticket import FutureTicket, Ticket
 from offload.trace import Lanes
 
+_cuda: Any = torch.cuda  # whose stubs type neither streams nor events
+
 
 class Region(ABC):
     """Compute memory of fixed size. ``flat`` is a uint8 tensor over all of it, for transfers; ``storage`` is what
@@ -99,7 +101,7 @@ class Device(ABC):
     @abstractmethod
     def unpin(self, memory: HostMemory) -> None: ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  a device without threads has nothing to close
         """Let go of threads; copies that were asked for are finished first."""
 
 
@@ -201,7 +203,7 @@ class CudaDevice(Device):
 
     def __init__(self, device: torch.device, lanes: Lanes) -> None:
         self.torch_device, self._lanes = device, lanes
-        self._streams = {lane: torch.cuda.Stream(device) for lane in ("h2d", "d2h")}
+        self._streams = {lane: _cuda.Stream(device) for lane in ("h2d", "d2h")}
 
     def region(self, nbytes: int) -> Region:
         return _CudaRegion(max(nbytes, 1), self.torch_device)
@@ -214,9 +216,9 @@ class CudaDevice(Device):
 
     def _copy(self, lane: str, dst: torch.Tensor, src: torch.Tensor) -> Ticket:
         stream, counter, nbytes = self._streams[lane], self._lanes[lane], src.numel() * src.element_size()
-        ready = torch.cuda.Event()
+        ready = _cuda.Event()
         ready.record(torch.cuda.default_stream(self.torch_device))
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
         with torch.cuda.stream(stream):
             stream.wait_event(ready)
             start.record(stream)
@@ -230,7 +232,7 @@ class CudaDevice(Device):
         return _EventTicket(start, end, (dst, src), record)
 
     def pin(self, memory: HostMemory) -> bool:
-        code = torch.cuda.cudart().cudaHostRegister(memory.tensor.data_ptr(), memory.nbytes, 0)
+        code = _cuda.cudart().cudaHostRegister(memory.tensor.data_ptr(), memory.nbytes, 0)
         if int(code) != 0:
             warnings.warn(
                 f"page-locking {memory.nbytes} bytes was refused (CUDA error {int(code)}); copies use ordinary memory",
@@ -240,7 +242,7 @@ class CudaDevice(Device):
         return True
 
     def unpin(self, memory: HostMemory) -> None:
-        torch.cuda.cudart().cudaHostUnregister(memory.tensor.data_ptr())
+        _cuda.cudart().cudaHostUnregister(memory.tensor.data_ptr())
 
 
 def default_device_name() -> str:

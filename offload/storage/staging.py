@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -18,19 +19,31 @@ class StagingPool:
         self._free = [allocate(nbytes).tensor for _ in range(count)]
         self._changed = threading.Condition()
 
-    def acquire(self, block: bool = True) -> torch.Tensor | None:
-        """A free buffer; waits for one, or returns None at once if ``block`` is False."""
+    def take(self) -> torch.Tensor:
+        """A free buffer; waits for one."""
         with self._changed:
             while not self._free:
-                if not block:
-                    return None
                 self._changed.wait()
             return self._free.pop()
+
+    def take_if_free(self) -> torch.Tensor | None:
+        """A free buffer, or None at once."""
+        with self._changed:
+            return self._free.pop() if self._free else None
 
     def release(self, buffer: torch.Tensor) -> None:
         with self._changed:
             self._free.append(buffer)
             self._changed.notify()
+
+    @contextmanager
+    def borrow(self) -> Iterator[torch.Tensor]:
+        """A buffer inside the context; waits for one."""
+        buffer = self.take()
+        try:
+            yield buffer
+        finally:
+            self.release(buffer)
 
     @property
     def free(self) -> int:

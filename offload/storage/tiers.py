@@ -25,8 +25,8 @@ class Tier:
         if nbytes > self.free:
             held = ", ".join(f"{k} {format_size(v)}" for k, v in self.by_kind.most_common() if v)
             raise BudgetError(
-                f"tier {self.name!r}: expected room for {format_size(nbytes)} of {kind}, found {format_size(self.free)} "
-                f"free of a budget of {format_size(self.budget)} (held: {held or 'nothing'}); "
+                f"tier {self.name!r}: expected room for {format_size(nbytes)} of {kind}, found "
+                f"{format_size(self.free)} free of a budget of {format_size(self.budget)} (held: {held or 'nothing'}); "
                 f"raise budgets[{self.name!r}] by at least {format_size(nbytes - self.free)}"
             )
         self.used += nbytes

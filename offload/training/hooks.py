@@ -65,7 +65,7 @@ def _around(
 
 def _not_compiled(hook: Hook) -> Hook:
     """torch.compile breaks its graph around this function and runs it as it is."""
-    wrapped: Hook = torch.compiler.disable(hook)
+    wrapped: Hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return wrapped
 
 

@@ -35,7 +35,7 @@ class _OffloadedAdam(torch.optim.Optimizer):
     ) -> None:
         self._runtime: Runtime | None = None
         self.skipped_steps = 0
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the parameters must belong to one wrapped model."""
@@ -192,8 +192,8 @@ def runtime_of(parameter: Any) -> Runtime:
         if isinstance(owner, Runtime):
             return owner
     raise OffloadError(
-        f"expected parameters of a wrapped model, found {type(parameter).__name__}; call offload.wrap(model, ...) first "
-        "and build the optimizer from model.parameters() after it (other parameters need an optimizer of their own)"
+        f"expected parameters of a wrapped model, found {type(parameter).__name__}; call offload.wrap(model, ...) "
+        "first and build the optimizer from model.parameters() after it (others need an optimizer of their own)"
     )
 
 

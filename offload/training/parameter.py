@@ -186,7 +186,7 @@ def _make_plain(alias: OffloadedView) -> None:
                 "the memory of an offloaded parameter has no lasting address; use offload.gather(...) around the "
                 "access, or a copy (.detach().clone())"
             )
-        alias.__class__ = torch.Tensor
+        alias.__class__ = torch.Tensor  # type: ignore[assignment]
         alias.data = copy
 
 
@@ -196,7 +196,7 @@ def _guard(result: Any) -> Any:
         if type(tensor) is torch.Tensor:
             unit = unit_of(tensor)
             if unit is not None:
-                tensor.__class__ = OffloadedView  # type: ignore[assignment]
+                tensor.__class__ = OffloadedView
                 unit.add_view(tensor)
     return result
 

@@ -37,15 +37,11 @@ class StateStore:
 
     def _visit_swapped(self, home: SwapHome, block: StateBlock, part: Span, start: int, fn: Visit, write: bool) -> None:
         assert self.staging is not None
-        buffer = self.staging.acquire()
-        assert buffer is not None
-        try:
+        with self.staging.borrow() as buffer:
             home.read(buffer).wait()
             self._call(buffer, block, part, start, fn)
             if write:
                 home.write(buffer).wait()
-        finally:
-            self.staging.release(buffer)
 
     @staticmethod
     def _call(buffer: torch.Tensor, block: StateBlock, part: Span, start: int, fn: Visit) -> None:
@@ -69,13 +65,9 @@ class StateStore:
         home = block.home
         if isinstance(home, SwapHome):
             assert self.staging is not None
-            buffer = self.staging.acquire()
-            assert buffer is not None
-            try:
+            with self.staging.borrow() as buffer:
                 fill(buffer)
                 home.write(buffer).wait()
-            finally:
-                self.staging.release(buffer)
         else:
             assert isinstance(home, HostHome | ComputeHome)
             fill(home.buffer)

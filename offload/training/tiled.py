@@ -39,7 +39,7 @@ def call(
     matrix = unit.members[0].parameter
     if func is F.linear and len(args) > 1 and args[1] is matrix:
         bias = args[2] if len(args) > 2 else kwargs.get("bias")
-        out = _TiledLinear.apply(args[0], matrix, source, unit)
+        out = _TiledLinear.apply(args[0], matrix, source, unit)  # type: ignore[no-untyped-call]
         return out if bias is None else out + bias
     if func is F.embedding and len(args) > 1 and args[1] is matrix:
         return _embedding(source, unit, matrix, args, kwargs)

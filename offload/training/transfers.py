@@ -96,8 +96,7 @@ class Transfers:
                 size = min(pool.nbytes, flat.numel() - start)
                 if len(under_way) == pool.count:
                     self._retire(under_way)
-                buffer = pool.acquire()
-                assert buffer is not None
+                buffer = pool.take()
                 try:
                     home.read(buffer[:size], offset + start).wait()
                     under_way.append((self._device.upload(flat[start : start + size], buffer[:size]), buffer))
@@ -112,13 +111,9 @@ class Transfers:
         pool, flat = self._pool(), region.flat
         for start in range(0, home.nbytes, pool.nbytes):
             size = min(pool.nbytes, home.nbytes - start)
-            buffer = pool.acquire()
-            assert buffer is not None
-            try:
+            with pool.borrow() as buffer:
                 self._device.download(buffer[:size], flat[start : start + size]).wait()
                 home.write(buffer[:size], start).wait()
-            finally:
-                pool.release(buffer)
 
     def _pool(self) -> StagingPool:
         assert self._staging is not None

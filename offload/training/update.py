@@ -130,7 +130,7 @@ class PendingUpdate:
             if key in self._reads or not isinstance(home, SwapHome):
                 continue
             assert self.staging is not None
-            buffer = self.staging.acquire(block=False)
+            buffer = self.staging.take_if_free()
             if buffer is None:
                 return
             try:
@@ -153,8 +153,11 @@ class PendingUpdate:
             self._compute(item, home.buffer)
             return
         assert self.staging is not None
-        while id(item.block) not in self._reads:  # all buffers are being written: the oldest comes free first
-            self._drain(len(self._writes) - 1)
+        while id(item.block) not in self._reads:  # no buffer was free
+            if self._writes:  # the oldest comes free first
+                self._drain(len(self._writes) - 1)
+            else:  # a fetch under way holds them, and gives them back
+                self.staging.release(self.staging.take())
             self._read_ahead()
         buffer, ticket = self._reads[id(item.block)]
         ticket.wait()
@@ -228,11 +231,10 @@ class PendingUpdate:
         """A host buffer for the new weights of a unit whose compute memory the host cannot see."""
         assert self.delivery is not None
         unit = update.unit
-        buffer = self.delivery.acquire(block=False)
+        buffer = self.delivery.take_if_free()
         if buffer is None:
             self._drain(0)
-            buffer = self.delivery.acquire()
-            assert buffer is not None
+            buffer = self.delivery.take()
         if not update.whole():  # what the kernel leaves alone must be right too
             try:
                 if isinstance(unit.home, SwapHome):

@@ -1,0 +1,110 @@
+"""The memory plan: what a model's training state needs and which tier each part of it gets. Nothing runs here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from offload.config import WrapConfig
+from offload.errors import ConfigError
+from offload.sharding.layout import FlatLayout, Span, blocks, flat_layout
+from offload.sharding.partition import Partition, UnitPlan, partition
+from offload.sharding.placement import Demand, Placement, UnitSize, place
+from offload.sizes import PAGE, round_up
+from offload.training.gradients import gradient_dtype
+from offload.training.state import STATE_BYTES
+
+STAGING_BUFFERS = 6  # of one block of state each: being read, updated and written, with one to spare for each way
+DELIVERY_BUFFERS = 2  # of the largest unit's weights: one being filled, one being copied
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Units, their layouts, and where everything goes; sizes in bytes."""
+
+    cut: Partition
+    layouts: tuple[FlatLayout, ...]
+    demand: Demand
+    placement: Placement
+
+    def swapped(self) -> int:
+        """Bytes of swap space that the placement needs."""
+        total = 0
+        for size, weights, state in zip(self.demand.units, self.placement.weights, self.placement.blocks, strict=True):
+            total += size.weights if weights == "nvme" else 0
+            total += sum(b for b, tier in zip(size.blocks, state, strict=True) if tier == "nvme")
+        return total
+
+    def largest_block(self) -> int:
+        return _largest_block(self.demand.units)
+
+    def largest_weights(self) -> int:
+        return _largest_weights(self.demand.units)
+
+
+def plan_memory(model: nn.Module, config: WrapConfig, budgets: Mapping[str, int], host_visible: bool) -> MemoryPlan:
+    """Cut ``model`` into units and place them. ``host_visible``: compute memory is host memory.
+
+    Raises ConfigError for a dtype that cannot train and BudgetError where it does not fit; reads shapes only.
+    """
+    cut = partition(model, config.dtype, budgets["gpu"] // PAGE * PAGE)
+    _check_dtypes(cut)
+    layouts = tuple(flat_layout(tuple(p.shape) for p in plan.parameters) for plan in cut.units)
+    units = tuple(_size(p, layout, config, budgets["gpu"]) for p, layout in zip(cut.units, layouts, strict=True))
+    demand = Demand(
+        units,
+        together=tuple(tuple(needed) for _, needed in cut.users),
+        staging=STAGING_BUFFERS * _largest_block(units),
+        # New weights that have no other place than the host while their update runs.
+        delivery=(0 if host_visible else DELIVERY_BUFFERS * _largest_weights(units))
+        + sum(u.weights for u in units if u.tile),
+    )
+    return MemoryPlan(cut, layouts, demand, place(demand, config.tiers, budgets))
+
+
+def trainable_blocks(plan: UnitPlan, layout: FlatLayout) -> tuple[Span, ...]:
+    """The blocks of optimizer state of a unit: those of its parameters that require a gradient."""
+    return blocks(s for p, s in zip(plan.parameters, layout.slots, strict=True) if p.requires_grad)
+
+
+def tile_bytes(plan: UnitPlan, budget: int) -> int:
+    """Bytes for a tile of a matrix that is used in tiles: half the budget, but at least one row wherever it starts."""
+    return max(round_up(plan.row_bytes) + PAGE, budget // 2 // PAGE * PAGE) if plan.row_bytes else 0
+
+
+def _size(plan: UnitPlan, layout: FlatLayout, config: WrapConfig, budget: int) -> UnitSize:
+    spans = trainable_blocks(plan, layout)
+    gradient = gradient_dtype(plan.dtype, config.grad_dtype).itemsize
+    return UnitSize(
+        plan.name,
+        weights=max(round_up(layout.numel * plan.dtype.itemsize), PAGE),
+        gradient=max(round_up(layout.numel * gradient), PAGE) if spans else 0,
+        blocks=tuple(round_up(s.count * STATE_BYTES) for s in spans),
+        tile=tile_bytes(plan, budget),
+    )
+
+
+def _check_dtypes(cut: Partition) -> None:
+    for plan in cut.units:
+        trained = any(p.requires_grad for p in plan.parameters)
+        if trained and plan.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ConfigError(
+                f"unit {plan.name!r}: expected parameters that train to compute in fp32, bf16 or fp16, found "
+                f"{plan.dtype}; pass dtype=torch.float32"
+            )
+
+
+def _largest_block(units: Sequence[UnitSize]) -> int:
+    return max((b for u in units for b in u.blocks), default=PAGE)
+
+
+def _largest_weights(units: Sequence[UnitSize]) -> int:
+    return max((u.weights for u in units if not u.tile), default=PAGE)
+
+
+def with_compute_dtype(config: WrapConfig, accelerated: bool) -> WrapConfig:
+    """The default compute dtype: bf16 on an accelerator, the model's own elsewhere."""
+    return replace(config, dtype=torch.bfloat16) if config.dtype is None and accelerated else config

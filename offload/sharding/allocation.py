@@ -1,0 +1,72 @@
+"""Making homes: each byte is taken from its tier's account first, and host memory is page-locked where that helps."""
+
+from __future__ import annotations
+
+import torch
+
+from offload.sharding.homes import ComputeHome, HostHome, SwapHome
+from offload.sharding.unit import Home, Unit
+from offload.sizes import PAGE, round_up
+from offload.storage.device import Device
+from offload.storage.memory import HostMemory
+from offload.storage.staging import StagingPool
+from offload.storage.swap import SwapSpace
+from offload.storage.tiers import Tier
+
+
+class Allocation:
+    """Memory on the tiers of one model. ``swap`` is None where nothing lives on disk."""
+
+    def __init__(self, device: Device, tiers: dict[str, Tier], swap: SwapSpace | None, pin: bool) -> None:
+        self._device, self._tiers, self._swap, self._pin = device, tiers, swap, pin
+        self.locked: list[HostMemory] = []
+
+    def home(self, tier: str, nbytes: int, kind: str) -> Home:
+        """At least ``nbytes`` on ``tier``, counted as ``kind``; raises BudgetError rather than pass a budget."""
+        size = _pages(nbytes)
+        if tier == "cpu":
+            return HostHome(self.host_memory(size, kind))
+        self._tiers[tier].take(size, kind)
+        if tier == "nvme":
+            assert self._swap is not None
+            return SwapHome(self._swap, size)
+        region = self._device.region(size)
+        region.commit()
+        return ComputeHome(region)
+
+    def one_more_state_block(self, unit: Unit, nbytes: int) -> Home:
+        """For state that was not foreseen: with the unit's other state, else where there is room."""
+        tier = "cpu"
+        if unit.blocks and unit.blocks[0].home.tier == "gpu":
+            tier = "gpu"
+        elif self._swap is not None and self._tiers["cpu"].free < _pages(nbytes):
+            tier = "nvme"
+        return self.home(tier, nbytes, "optimizer state")
+
+    def gradient(self, tier: str, nbytes: int) -> torch.Tensor:
+        """A zeroed flat buffer for gradients."""
+        home = self.home(tier, nbytes, "gradients")
+        assert isinstance(home, HostHome | ComputeHome)
+        home.buffer.zero_()
+        return home.buffer
+
+    def host_memory(self, nbytes: int, kind: str) -> HostMemory:
+        size = _pages(nbytes)
+        self._tiers["cpu"].take(size, kind)
+        memory = HostMemory(size)
+        if self._pin and self._device.pin(memory):
+            self.locked.append(memory)
+        return memory
+
+    def pool(self, count: int, nbytes: int) -> StagingPool:
+        """``count`` staging buffers of ``nbytes``."""
+        return StagingPool(count, nbytes, lambda size: self.host_memory(size, "staging"))
+
+    def unlock(self) -> None:
+        """Undo the page locks."""
+        while self.locked:
+            self._device.unpin(self.locked.pop())
+
+
+def _pages(nbytes: int) -> int:
+    return max(round_up(nbytes), PAGE)

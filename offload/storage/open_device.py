@@ -10,7 +10,7 @@ from offload.trace import Lanes
 
 
 def open_device(name: str | None, lanes: Lanes, poison: bool) -> Device:
-    """The device called ``cpu``, ``cuda[:n]`` or ``simulated``; None: what ``OFFLOAD_DEVICE`` says, or what is there."""
+    """``cpu``, ``cuda[:n]`` or ``simulated``; None: what ``OFFLOAD_DEVICE`` says, or what is there."""
     name = name or os.environ.get("OFFLOAD_DEVICE") or None
     if name == "simulated":
         return SimulatedDevice(lanes)

@@ -5,16 +5,18 @@ from offload.checkpoint.export import save_pretrained
 from offload.diagnosis import build_info
 from offload.engine import unwrap, wrap
 from offload.errors import BudgetError, CheckpointError, ConfigError, OffloadError, RankMismatchError, SwapError
+from offload.training.algorithms import SGD, Adam, AdamW, Lion
 from offload.training.clipping import clip_grad_norm_
 from offload.training.inspect import gather, state_dict, stats
-from offload.training.optimizer import Adam, AdamW
 
 __all__ = [
+    "SGD",
     "Adam",
     "AdamW",
     "BudgetError",
     "CheckpointError",
     "ConfigError",
+    "Lion",
     "OffloadError",
     "RankMismatchError",
     "SwapError",

@@ -1,13 +1,14 @@
 """Optimizers: a plain ``torch.optim.Optimizer`` outside, the update of each unit where its state lives inside.
 
 Parameter groups, schedulers, ``zero_grad`` and ``GradScaler`` are torch's own. State lives with the units, so
-``optimizer.state`` is empty; ``state_dict`` and ``load_state_dict`` speak the format of ``torch.optim.AdamW``.
+``optimizer.state`` is empty; ``state_dict`` and ``load_state_dict`` speak torch's format. The algorithms are in
+:mod:`offload.training.algorithms`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,37 +16,42 @@ import torch
 from offload import native
 from offload.errors import OffloadError
 from offload.sharding.layout import Span
-from offload.sharding.unit import Unit
+from offload.sharding.unit import Member, Unit
 from offload.training.parameter import OffloadedParameter, ResidentParameter, owner_of
+from offload.training.rules import UpdateRule
 from offload.training.runtime import Runtime
 from offload.training.state import read_member, write_moments
-from offload.training.update import AdamArgs, UnitUpdate, merged
+from offload.training.update import UnitUpdate, merged
 
 
-class _OffloadedAdam(torch.optim.Optimizer):
-    _decoupled: bool
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """What all of them share. ``skipped_steps`` counts steps left out for a gradient that was not finite."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
+    _slots: tuple[str, ...]  # names, in torch's state dict, of the slots of state that the algorithm uses
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._runtime: Runtime | None = None
         self.skipped_steps = 0
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, defaults)
+
+    def _rule(self, group: dict[str, Any], step: int, grad_scale: float) -> UpdateRule:
+        """The update of one parameter of this group, with the group's values of now."""
+        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the parameters must belong to one wrapped model."""
-        _check_group({**self.defaults, **param_group})
+        self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             runtime = runtime_of(parameter)
             if self._runtime is not None and runtime is not self._runtime:
                 raise OffloadError("expected parameters of one wrapped model, found several; use an optimizer for each")
             self._runtime = runtime
+
+    def _check(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for values that make no sense."""
+        expect_number(group, "lr")
+        expect_number(group, "weight_decay")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. With a non-finite gradient nothing changes and
@@ -85,7 +91,7 @@ class _OffloadedAdam(torch.optim.Optimizer):
 
     def _collect(self, runtime: Runtime, scale: float) -> list[UnitUpdate]:
         """What to do, in the order of the units; each parameter's step count goes on."""
-        pieces: dict[Unit, list[tuple[Span, AdamArgs]]] = {}
+        pieces: dict[Unit, list[tuple[Span, UpdateRule]]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 unit, index = runtime.place_of(parameter)
@@ -94,88 +100,60 @@ class _OffloadedAdam(torch.optim.Optimizer):
                 member = unit.members[index]
                 runtime.prepare_state(unit, member)
                 member.step += 1
-                args = AdamArgs(
-                    lr=float(group["lr"]),
-                    betas=(float(group["betas"][0]), float(group["betas"][1])),
-                    eps=float(group["eps"]),
-                    weight_decay=float(group["weight_decay"]),
-                    decoupled=self._decoupled,
-                    step=member.step,
-                    grad_scale=scale,
-                )
+                rule = self._rule(group, member.step, scale)
                 if member.slot.numel:
                     slot = member.slot
-                    pieces.setdefault(unit, []).append((Span(slot.offset, slot.end - slot.offset), args))
+                    pieces.setdefault(unit, []).append((Span(slot.offset, slot.end - slot.offset), rule))
         ordered = sorted(pieces.items(), key=lambda item: item[0].index)
         return [UnitUpdate(unit, merged(p), runtime.gradients.buffer(unit).flat) for unit, p in ordered]
 
     def state_dict(self) -> dict[str, Any]:
-        """In the format of ``torch.optim.AdamW``: per parameter ``step``, ``exp_avg``, ``exp_avg_sq`` (host copies)."""
+        """In torch's format: per parameter ``step`` and the algorithm's slots, as host copies."""
         out = super().state_dict()
         out["state"] = {}
-        if self._runtime is not None:
-            self._runtime.settle()
-            for number, parameter in enumerate(p for g in self.param_groups for p in g["params"]):
-                unit, index = self._runtime.place_of(parameter)
-                member = unit.members[index]
-                found = read_member(self._runtime.state, unit, member) if member.step else None
-                if found is not None:
-                    step = torch.tensor(float(member.step))
-                    out["state"][number] = {"step": step, "exp_avg": found[1], "exp_avg_sq": found[2]}
+        for number, unit, member in self._members():
+            found = read_member(self._owner().state, unit, member) if member.step else None
+            if found is not None:
+                slots = dict(zip(self._slots, found[1:], strict=False))
+                out["state"][number] = {"step": torch.tensor(float(member.step)), **slots}
         return out
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Accepts what ``state_dict`` or ``torch.optim.AdamW(...).state_dict()`` returned for the same parameters."""
-        state = state_dict["state"]
+        """Accepts what ``state_dict`` of this class, or of torch's own optimizer, returned for the same parameters."""
+        # Torch's SGD stores None where it has no momentum yet: such a parameter has no state.
+        state = {n: e for n, e in state_dict["state"].items() if all(e.get(s, e) is not None for s in self._slots)}
+        for number, _, member in self._members():  # all is checked before anything changes
+            for slot in self._slots if number in state else ():
+                found = state[number].get(slot)
+                if found is None or tuple(found.shape) != member.slot.shape:
+                    raise ValueError(
+                        f"optimizer state of {member.name!r}: expected {slot} of shape {member.slot.shape}, found "
+                        f"{None if found is None else tuple(found.shape)}; load that of the same model and algorithm"
+                    )
         super().load_state_dict({**state_dict, "state": {}})
+        for number, unit, member in self._members():
+            found = state.get(number)
+            zero = torch.zeros(member.slot.shape)
+            if found is not None:
+                self._owner().prepare_state(unit, member)
+            if found is not None or self._owner().state.has(unit, member):
+                values = [found[slot] if found is not None else zero for slot in self._slots]
+                first, second = [*values, zero, zero][:2]
+                write_moments(self._owner().state, unit, member, first, second)
+            member.step = int(found.get("step", 1)) if found is not None else 0
+
+    def _members(self) -> Iterator[tuple[int, Unit, Member]]:
+        """Every parameter by torch's number for it."""
         if self._runtime is None:
             return
         self._runtime.settle()
         for number, parameter in enumerate(p for g in self.param_groups for p in g["params"]):
             unit, index = self._runtime.place_of(parameter)
-            member = unit.members[index]
-            found = state.get(number)
-            if found is None:
-                if self._runtime.state.has(unit, member):
-                    zero = torch.zeros(member.slot.shape)
-                    write_moments(self._runtime.state, unit, member, zero, zero)
-                member.step = 0
-                continue
-            for key in ("exp_avg", "exp_avg_sq"):
-                if tuple(found[key].shape) != member.slot.shape:
-                    raise ValueError(
-                        f"optimizer state of {member.name!r}: expected {key} of shape {member.slot.shape}, found "
-                        f"{tuple(found[key].shape)}; load the state of the same model"
-                    )
-            self._runtime.prepare_state(unit, member)
-            write_moments(self._runtime.state, unit, member, found["exp_avg"], found["exp_avg_sq"])
-            member.step = int(found["step"])
+            yield number, unit, unit.members[index]
 
-
-class AdamW(_OffloadedAdam):
-    """AdamW with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101) on fp32 masters and moments.
-
-    Arguments as ``torch.optim.AdamW``: ``params`` of a model that :func:`offload.wrap` returned (or groups of them),
-    ``lr``, ``betas``, ``eps``, ``weight_decay``. ``skipped_steps`` counts steps left out for a non-finite gradient.
-    """
-
-    _decoupled = True
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay)
-
-
-class Adam(_OffloadedAdam):
-    """Adam (Kingma and Ba, arXiv:1412.6980); ``weight_decay`` is L2, added to the gradient. Arguments as torch's."""
-
-    _decoupled = False
+    def _owner(self) -> Runtime:
+        assert self._runtime is not None
+        return self._runtime
 
 
 def sum_squares(gradient: torch.Tensor) -> float:
@@ -197,21 +175,9 @@ def runtime_of(parameter: Any) -> Runtime:
     )
 
 
-def _check_group(group: dict[str, Any]) -> None:
-    lr, betas, eps, decay = float(group["lr"]), group["betas"], float(group["eps"]), float(group["weight_decay"])
-    if not (math.isfinite(lr) and lr >= 0):
-        raise ValueError(f"lr: expected a finite number >= 0, found {group['lr']!r}")
-    if len(betas) != 2 or not all(0 <= float(b) < 1 for b in betas):
-        raise ValueError(f"betas: expected two numbers in [0, 1), found {betas!r}")
-    if not (math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"eps: expected a finite number >= 0, found {group['eps']!r}")
-    if not (math.isfinite(decay) and decay >= 0):
-        raise ValueError(f"weight_decay: expected a finite number >= 0, found {group['weight_decay']!r}")
-
-
 def refuse_foreign(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before any optimizer's step: one that is not ours would write weights and never see masters."""
-    if isinstance(optimizer, _OffloadedAdam):
+    if isinstance(optimizer, OffloadedOptimizer):
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -221,3 +187,17 @@ def refuse_foreign(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
                     "moments live on other tiers: expected offload.AdamW or offload.Adam. Build one of these from "
                     "model.parameters(), or offload.unwrap(model) first"
                 )
+
+
+def expect_number(group: dict[str, Any], name: str, below: float = math.inf) -> None:
+    """A group's value must be a finite number in ``[0, below)``."""
+    value = float(group[name])
+    if not (math.isfinite(value) and 0 <= value < below):
+        bound = "" if below == math.inf else f" and < {below:g}"
+        raise ValueError(f"{name}: expected a finite number >= 0{bound}, found {group[name]!r}")
+
+
+def expect_betas(group: dict[str, Any]) -> None:
+    betas = group["betas"]
+    if len(betas) != 2 or not all(0 <= float(b) < 1 for b in betas):
+        raise ValueError(f"betas: expected two numbers in [0, 1), found {betas!r}")

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload import native, torch_kernels
 from offload.sharding.homes import ComputeHome, HostHome, SwapHome
 from offload.sharding.layout import Span
 from offload.sharding.unit import StateBlock, Unit
@@ -29,27 +28,15 @@ from offload.storage.ticket import Ticket
 from offload.storage.tiers import Tier
 from offload.trace import Lanes
 from offload.training.residency import Residency
-
-
-@dataclass(frozen=True)
-class AdamArgs:
-    """What one update of one parameter uses, as it was when ``step()`` was called."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    decoupled: bool
-    step: int
-    grad_scale: float
+from offload.training.rules import UpdateRule
 
 
 @dataclass
 class UnitUpdate:
-    """The parameters of one unit that are updated: spans with their arguments, ascending, and the flat gradient."""
+    """The parameters of one unit that are updated: spans with their rules, ascending, and the flat gradient."""
 
     unit: Unit
-    pieces: list[tuple[Span, AdamArgs]]
+    pieces: list[tuple[Span, UpdateRule]]
     gradient: torch.Tensor
 
     def whole(self) -> bool:
@@ -171,25 +158,12 @@ class PendingUpdate:
         block, update = item.block, item.update
         weights = update.unit.weights(self._weights_buffer())
         master, exp_avg, exp_avg_sq = block.parts(buffer, block.span.count)
-        parts = [(p, args) for span, args in update.pieces if (p := block.span.overlap(span))]
-        kernel = native.adamw_ if master.device.type == "cpu" else torch_kernels.adamw_
+        parts = [(p, rule) for span, rule in update.pieces if (p := block.span.overlap(span))]
         start = time.monotonic_ns()
-        for part, a in parts[item.applied :]:
+        for part, rule in parts[item.applied :]:
             at = slice(part.start - block.span.start, part.end - block.span.start)
-            kernel(
-                master[at],
-                update.gradient[part.start : part.end],
-                exp_avg[at],
-                exp_avg_sq[at],
-                step=a.step,
-                lr=a.lr,
-                betas=a.betas,
-                eps=a.eps,
-                weight_decay=a.weight_decay,
-                decoupled=a.decoupled,
-                grad_scale=a.grad_scale,
-                out=weights[part.start : part.end],
-            )
+            gradient, out = update.gradient[part.start : part.end], weights[part.start : part.end]
+            rule.apply(master[at], gradient, exp_avg[at], exp_avg_sq[at], out)
             item.applied += 1
         elements = sum(part.count for part, _ in parts)
         self.lanes["adam"].record(start, time.monotonic_ns(), elements * (24 + 2 * update.unit.dtype.itemsize))
@@ -317,15 +291,15 @@ def _wait_quietly(ticket: Ticket) -> bool:
     return True
 
 
-def merged(pieces: list[tuple[Span, AdamArgs]]) -> list[tuple[Span, AdamArgs]]:
-    """Join neighbours with the same arguments (padding between parameters is zero and stays zero)."""
-    out: list[tuple[Span, AdamArgs]] = []
-    for span, args in sorted(pieces, key=lambda p: p[0].start):
-        if out and out[-1][1] == args and out[-1][0].end == span.start:
-            out[-1] = (Span(out[-1][0].start, out[-1][0].count + span.count), args)
+def merged(pieces: list[tuple[Span, UpdateRule]]) -> list[tuple[Span, UpdateRule]]:
+    """Join neighbours with the same rule (padding between parameters is zero and stays zero)."""
+    out: list[tuple[Span, UpdateRule]] = []
+    for span, rule in sorted(pieces, key=lambda p: p[0].start):
+        if out and out[-1][1] == rule and out[-1][0].end == span.start:
+            out[-1] = (Span(out[-1][0].start, out[-1][0].count + span.count), rule)
         else:
-            out.append((span, args))
+            out.append((span, rule))
     return out
 
 
-__all__ = ["AdamArgs", "PendingUpdate", "UnitUpdate", "merged"]
+__all__ = ["PendingUpdate", "UnitUpdate", "merged"]

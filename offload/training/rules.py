@@ -1,0 +1,133 @@
+"""Update rules: the arithmetic of one step on fp32 masters, by algorithm. Frozen, as it was when ``step()`` was called.
+
+Adam has a native kernel. Lion and SGD are few operations and run as torch operations on chunks that stay in the cache;
+each is rounded on its own, so the bits are the same on every tier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from offload import native, torch_kernels
+
+_CHUNK = 1 << 16  # elements of fp32 temporaries at a time
+
+
+class UpdateRule(Protocol):
+    """``step`` counts the parameter's updates from 1; ``grad_scale`` multiplies its gradient first."""
+
+    def apply(
+        self,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Update flat fp32 ``master`` and the two slots of state in place; new weights go to ``out`` as well."""
+
+
+@dataclass(frozen=True)
+class AdamRule:
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    step: int
+    grad_scale: float
+
+    def apply(
+        self,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        kernel = native.adamw_ if master.device.type == "cpu" else torch_kernels.adamw_
+        kernel(
+            master,
+            gradient,
+            exp_avg,
+            exp_avg_sq,
+            step=self.step,
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            decoupled=self.decoupled,
+            grad_scale=self.grad_scale,
+            out=out,
+        )
+
+
+@dataclass(frozen=True)
+class LionRule:
+    """Lion (Chen et al., arXiv:2302.06675): the sign of an interpolated momentum. The second slot is not used."""
+
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+    step: int
+    grad_scale: float
+
+    def apply(
+        self,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        beta1, beta2 = self.betas
+        for at in _chunks(master):
+            p, m = master[at], exp_avg[at]
+            g = gradient[at].float() * self.grad_scale
+            direction = (m * beta1).add_(g * (1 - beta1)).sign_()
+            p.mul_(1 - self.lr * self.weight_decay).sub_(direction.mul_(self.lr))
+            m.mul_(beta2).add_(g.mul_(1 - beta2))
+            out[at].copy_(p)
+
+
+@dataclass(frozen=True)
+class SgdRule:
+    """SGD as torch defines it: L2 decay, momentum (the first step takes the gradient itself), Nesterov's variant."""
+
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    step: int
+    grad_scale: float
+
+    def apply(
+        self,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        for at in _chunks(master):
+            p, velocity = master[at], exp_avg[at]
+            g = gradient[at].float() * self.grad_scale
+            if self.weight_decay:
+                g.add_(p * self.weight_decay)
+            if self.momentum:
+                if self.step == 1:
+                    velocity.copy_(g)
+                else:
+                    velocity.mul_(self.momentum).add_(g * (1 - self.dampening))
+                g = g.add_(velocity * self.momentum) if self.nesterov else velocity
+            p.sub_(g * self.lr)
+            out[at].copy_(p)
+
+
+def _chunks(tensor: torch.Tensor) -> list[slice]:
+    size = _CHUNK if tensor.device.type == "cpu" else max(tensor.numel(), 1)
+    return [slice(start, start + size) for start in range(0, tensor.numel(), size)]

@@ -2,6 +2,8 @@
 
 from offload import native, storage
 from offload.checkpoint.export import save_pretrained
+from offload.checkpoint.load import load_checkpoint
+from offload.checkpoint.save import save_checkpoint
 from offload.diagnosis import build_info
 from offload.engine import unwrap, wrap
 from offload.errors import BudgetError, CheckpointError, ConfigError, OffloadError, RankMismatchError, SwapError
@@ -23,7 +25,9 @@ __all__ = [
     "build_info",
     "clip_grad_norm_",
     "gather",
+    "load_checkpoint",
     "native",
+    "save_checkpoint",
     "save_pretrained",
     "state_dict",
     "stats",

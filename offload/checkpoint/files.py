@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
+
+from offload.errors import CheckpointError
 
 
 def write_aside(path: Path, write: Callable[[Path], None]) -> None:
@@ -24,8 +27,17 @@ def write_aside(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """A safetensors file of host tensors."""
-    write_aside(path, lambda aside: save_file(dict(tensors), aside, metadata={"format": "pt"}))
+    """A safetensors file of host tensors. Raises CheckpointError naming the file if the disk refuses."""
+
+    def write(aside: Path) -> None:
+        try:
+            save_file(dict(tensors), aside, metadata={"format": "pt"})
+        except SafetensorError as error:  # which is no OSError, and names no file
+            raise CheckpointError(
+                f"{path} could not be written: {error}; free some space, or choose another disk"
+            ) from error
+
+    write_aside(path, write)
 
 
 def write_text(path: Path, text: str) -> None:

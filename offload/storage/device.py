@@ -101,6 +101,13 @@ class Device(ABC):
     @abstractmethod
     def unpin(self, memory: HostMemory) -> None: ...
 
+    def rng_state(self) -> torch.Tensor | None:
+        """State of the device's own random generator; None where compute uses the host's."""
+        return None
+
+    def set_rng_state(self, state: torch.Tensor) -> None:  # noqa: B027  as above
+        """Restore it; ignored where there is none, as when a checkpoint of an accelerator is loaded on the host."""
+
     def close(self) -> None:  # noqa: B027  a device without threads has nothing to close
         """Let go of threads; copies that were asked for are finished first."""
 
@@ -240,6 +247,12 @@ class CudaDevice(Device):
             )
             return False
         return True
+
+    def rng_state(self) -> torch.Tensor | None:
+        return torch.cuda.get_rng_state(self.torch_device)
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.cuda.set_rng_state(state, self.torch_device)
 
     def unpin(self, memory: HostMemory) -> None:
         _cuda.cudart().cudaHostUnregister(memory.tensor.data_ptr())

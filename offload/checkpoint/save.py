@@ -1,0 +1,138 @@
+"""Saving a checkpoint: a new generation beside the old one, then one rename that commits it (rule R6)."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.checkpoint.files import sync_directory, write_tensors
+from offload.checkpoint.manifest import FileEntry, Manifest, digest, point_to, write_manifest
+from offload.errors import OffloadError
+from offload.training.optimizer import OffloadedOptimizer
+from offload.training.parameter import OffloadedParameter, ResidentParameter
+from offload.training.runtime import Runtime, runtime_of_model
+from offload.training.state import read_member
+
+SHARD = 1 << 30  # bytes of tensors in one file, and so about what saving keeps in memory
+
+
+def save_checkpoint(
+    path: str | PathLike[str], model: nn.Module, optimizer: OffloadedOptimizer | None = None, extra: Any = None
+) -> None:
+    """Save all that training needs to go on to the bit: masters, moments, step counts, parameter groups, frozen
+    weights, buffers, random generators (torch, Python), and ``extra`` (anything that JSON can hold).
+
+    ``path`` is a directory. What it held stays valid until the new checkpoint is complete and synced; a failure or a
+    kill at any instant leaves the old one. Loads on any other tiers and budgets.
+
+    Raises CheckpointError or OSError if the disk refuses; the old checkpoint is then intact.
+    """
+    runtime = runtime_of_model(model)
+    runtime.settle()
+    _check_extra(extra)
+    root = Path(path)
+    root.mkdir(parents=True, exist_ok=True)
+    numbers = [int(p.name[4:]) for p in root.glob("gen-*") if p.name[4:].isdigit()]
+    folder = root / f"gen-{max(numbers, default=0) + 1:06d}"
+    folder.mkdir()
+    try:
+        manifest = _write(folder, runtime, model, optimizer, extra)
+        write_manifest(folder, manifest)
+        sync_directory(root)
+        point_to(root, folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    for old in root.glob("gen-*"):
+        if old != folder:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(
+    folder: Path, runtime: Runtime, model: nn.Module, optimizer: OffloadedOptimizer | None, extra: Any
+) -> Manifest:
+    files: list[FileEntry] = []
+    where: dict[str, str] = {}
+    shard: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        if shard:
+            name = f"tensors-{len(files):05d}.safetensors"
+            write_tensors(folder / name, shard)
+            files.append(FileEntry(name, (folder / name).stat().st_size, digest(folder / name)))
+            where.update(dict.fromkeys(shard, name))
+            shard.clear()
+
+    for key, value in _tensors(runtime, model):
+        if sum(t.numel() * t.element_size() for t in shard.values()) + value.numel() * value.element_size() > SHARD:
+            flush()
+        shard[key] = value
+    flush()
+    members = {id(m.parameter): m for u in runtime.units for m in u.members}
+    groups = None
+    if optimizer is not None:
+        groups = [
+            {
+                "options": {k: _plain(v) for k, v in group.items() if k != "params"},
+                "params": [members[id(p)].name for p in group["params"]],
+            }
+            for group in optimizer.param_groups
+        ]
+    version, state, gauss = random.getstate()
+    return Manifest(
+        files=files,
+        tensors=where,
+        steps={m.name: m.step for m in members.values()},
+        groups=groups,
+        algorithm=None if optimizer is None else type(optimizer).__name__,
+        skipped_steps=0 if optimizer is None else optimizer.skipped_steps,
+        python_random=[version, list(state), gauss],
+        extra=extra,
+        versions={"torch": torch.__version__},
+    )
+
+
+def _tensors(runtime: Runtime, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the checkpoint by key, one parameter in memory at a time."""
+    for unit in runtime.units:
+        for member in unit.members:
+            found = read_member(runtime.state, unit, member)
+            if found is None:
+                yield f"weight:{member.name}", member.parameter.detach().clone().cpu()
+            else:
+                for kind, value in zip(("master", "exp_avg", "exp_avg_sq"), found, strict=True):
+                    yield f"{kind}:{member.name}", value
+    for name, value in named_buffers(model):
+        yield f"buffer:{name}", value.detach().clone().cpu().contiguous()
+    yield "rng:cpu", torch.get_rng_state()
+    device_state = runtime.device.rng_state()
+    if device_state is not None:
+        yield "rng:device", device_state
+
+
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The persistent buffers: what ``state_dict()`` holds beside parameters."""
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and not isinstance(value, OffloadedParameter | ResidentParameter):
+            yield name, value
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, torch.Tensor) else value
+
+
+def _check_extra(extra: Any) -> None:
+    try:
+        same = json.loads(json.dumps(extra)) == extra
+    except (TypeError, ValueError) as error:
+        raise OffloadError(f"extra: expected what JSON can hold (no tensors, no objects): {error}") from error
+    if not same:
+        raise OffloadError("extra: expected what JSON gives back unchanged (lists, not tuples; string keys)")

@@ -4,7 +4,7 @@ set -euo pipefail
 
 out=
 swap=
-steps=24
+steps=16
 gpu_mem=64MiB
 cpu_mem=640MiB
 need=0.2

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import re
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ def load_model(source: ModelSource) -> Any:
         packed = getattr(transformers, "GgufConfig", None)
         if packed is not None:
             arguments["quantization_config"] = packed(dequantize=True)
-    with _plain_errors(source, "model"):
+    # The bars that come up while a GGUF file is unpacked go to standard error, whatever transformers is told.
+    with _plain_errors(source, "model"), contextlib.redirect_stderr(io.StringIO()):
         model = transformers.AutoModelForCausalLM.from_pretrained(source.location, **arguments)
     _forget_quantisation(model)
     integers = [name for name, p in model.named_parameters() if not p.is_floating_point()]
@@ -135,7 +137,7 @@ def _transformers() -> Any:
     return transformers
 
 
-@contextmanager
+@contextlib.contextmanager
 def _plain_errors(source: ModelSource, what: str) -> Iterator[None]:
     """Turn what transformers raises for a missing, damaged or unsupported model into one line that names it."""
     from safetensors import SafetensorError

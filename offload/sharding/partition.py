@@ -90,8 +90,8 @@ class _Partitioner:
         children = [c for c in module.children() if any(True for _ in c.parameters())]
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
             return False  # never called, so no hook of theirs would fire
-        if not children:
-            return self._bytes(module) <= self._largest
+        if not children:  # one that is too large is refused by name, unless it can work in tiles
+            return self._bytes(module) <= self._largest or not isinstance(module, nn.Linear | nn.Embedding)
         return module is not self._model and not _has_repeated_blocks(module) and self._bytes(module) <= self._largest
 
     def _bytes(self, module: nn.Module) -> int:
@@ -110,7 +110,7 @@ class _Partitioner:
                 self._units.append(UnitPlan(name or "(root)", dtype))
             unit = self._units[index]
             unit.add(parameter_name, parameter)
-            if nbytes > self._largest and _works_in_tiles(module, parameter):
+            if not recurse and _works_in_tiles(module, parameter) and self._bytes(module) > self._largest:
                 unit.row_bytes = parameter.shape[1] * dtype.itemsize
             self._owner[parameter] = index
 

@@ -12,7 +12,7 @@ behaves in the same way, so no alias made outside a unit's forward is ever read 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -32,6 +32,9 @@ class Owner(Protocol):
 
     def touching(self, units: list[Unit]) -> AbstractContextManager[None]:
         """The units are resident and stay, and what autograd saves is packed, inside the context."""
+
+    def fit(self, units: list[Unit]) -> bool:
+        """Could these units be in compute memory at the same time?"""
 
     def tiled(self, unit: Unit, func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any:
         """Run a function of torch on a unit that is larger than the compute budget."""
@@ -141,9 +144,41 @@ def _dispatch(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> 
             return _guard(func(*args, **kwargs))
     if func in COPIES:
         return func(args[0].detach().clone(), *args[1:], **kwargs)
-    if func is SET_DATA:
+    if func == SET_DATA:  # accessors are made anew at each look: equal, not the same
         return _set_data(*args)
+    if func is torch.autograd.grad:
+        return _gradients(*args, **kwargs)
+    if getattr(func, "__name__", "").startswith("_foreach_") and len(args[0]) > 1:
+        return _one_by_one(func, args, kwargs)
     return _touch(func, args, kwargs)
+
+
+def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.autograd.grad``: a backward fetches what it needs, and asks of its inputs only where they are."""
+
+    def edge(tensor: Any) -> Any:
+        if isinstance(tensor, OffloadedParameter | OffloadedView):
+            with _Disabled():
+                return torch.autograd.graph.get_gradient_edge(tensor)
+        return tensor
+
+    inputs = [edge(t) for t in inputs] if isinstance(inputs, list | tuple) else edge(inputs)
+    return torch.autograd.grad(outputs, inputs, *args, **kwargs)
+
+
+def _one_by_one(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any:
+    """A function on lists of tensors (EMA, norms of all weights), whose units need not fit the budget together."""
+    count = len(args[0])
+
+    def pick(value: Any, i: int) -> Any:
+        return [value[i]] if isinstance(value, list | tuple) and len(value) == count else value
+
+    results: list[Any] = []
+    for i in range(count):
+        one = [pick(a, i) for a in args]
+        result = func(*one, **{k: pick(v, i) for k, v in kwargs.items()})
+        results.extend(result if result is not None else [])
+    return results or None
 
 
 def _touch(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any:
@@ -155,6 +190,8 @@ def _touch(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any
     if large:
         with owner.touching([unit for unit in units if not unit.tile]), _Disabled():
             return owner.tiled(large[0], func, args, kwargs)
+    if len(units) > 1 and not owner.fit(units):
+        return _on_copies(func, args, kwargs, touched)
     with owner.touching(units), _Disabled():
         versions = [t._version for t in touched]
         result = func(*args, **kwargs)
@@ -163,6 +200,24 @@ def _touch(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any
             if tensor._version != version:
                 owner.written(unit, tensor, source if tensor is args[0] else None)
         return _guard(result)
+
+
+def _on_copies(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any], touched: Sequence[torch.Tensor]) -> Any:
+    """A function of several units that do not fit compute memory together: all but a target get copies, one by one."""
+    name = getattr(func, "__name__", "")
+    target = args[0] if name.endswith("_") and not name.endswith("__") else kwargs.get("out")
+    copies = {id(t): t.clone() for t in touched if t is not target}
+    return func(*_replace(args, copies), **_replace(kwargs, copies))
+
+
+def _replace(tree: Any, by_id: dict[int, torch.Tensor]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return by_id.get(id(tree), tree)
+    if isinstance(tree, dict):
+        return {key: _replace(value, by_id) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)([_replace(value, by_id) for value in tree])
+    return tree
 
 
 def _set_data(target: torch.Tensor, value: torch.Tensor) -> None:

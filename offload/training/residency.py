@@ -55,6 +55,10 @@ class Residency:
         elif unit.state is State.FETCHING:
             self._land(unit)
 
+    def make_room(self, unit: Unit) -> bool:
+        """Release what may go until ``unit`` fits, if it is not here already; False if that cannot be now."""
+        return unit.state is not State.AWAY or self._make_room(unit.region.nbytes)
+
     @contextmanager
     def borrow(self, region: Region, name: str) -> Iterator[None]:
         """Room for a region that is no unit's, inside the context."""
@@ -66,6 +70,13 @@ class Residency:
         finally:
             region.release()
             self._tier.give(region.nbytes, KIND)
+
+    def fit(self, units: Sequence[Unit]) -> bool:
+        """Is there room for all of these at once, beside what cannot be released?"""
+        stay = sum(u.region.nbytes for u in self._here() if u not in units and not self._releasable(u))
+        held = sum(u.region.nbytes for u in self._here())
+        room = self._tier.free + held - stay
+        return sum(u.region.nbytes for u in units if not u.permanent) <= room
 
     def settle(self, unit: Unit) -> None:
         """If a fetch is under way, wait for it."""

@@ -149,6 +149,10 @@ class Runtime:
         finally:
             self.after_forward(frame)
 
+    def fit(self, units: list[Unit]) -> bool:
+        """Owner: could these units be in compute memory at the same time?"""
+        return self._residency.fit(units)
+
     def _enter(self, unit: Unit) -> None:
         self.settle()
         self._residency.use(unit, training=torch.is_grad_enabled())

@@ -192,14 +192,12 @@ class PendingUpdate:
         self._current = update
 
     def _have_room(self, unit: Unit, whole: bool) -> None:
-        claim = self.residency.claim if whole else (lambda u: self.residency.use(u, training=True))
-        try:
-            claim(unit)
-        except ValueError:  # BudgetError: units whose weights are still being written hold the room
-            if not self._writes:
-                raise
-            self._drain(0)
-            claim(unit)
+        if self._writes and not self.residency.make_room(unit):
+            self._drain(0)  # units whose weights are still being written hold the room
+        if whole:
+            self.residency.claim(unit)
+        else:
+            self.residency.use(unit, training=True)
 
     def _delivery_buffer(self, update: UnitUpdate) -> torch.Tensor:
         """A host buffer for the new weights of a unit whose compute memory the host cannot see."""

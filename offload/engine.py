@@ -172,17 +172,21 @@ class _Builder:
         plan = plan_memory(self._model, self._config, budgets, self._device.host_visible)
         if self._config.threads is not None:
             native.set_threads(self._config.threads)
+        kernels = f"{native.isa()} ({native.threads()} threads)"  # refuses what the environment cannot have
         tiers = {tier: Tier(tier, budget) for tier, budget in budgets.items()}
         backend, swap = self._open_swap(plan)
         allocation = Allocation(self._device, tiers, swap, self._config.pin is not False)
         parts = self._parts(plan, tiers, allocation, backend, swap)
+        dtypes = {p: p.dtype for p in self._model.parameters()}
         try:
             for index in range(len(plan.cut.units)):
                 parts.units.append(self._move(index, plan, allocation, parts.state))
         except BaseException:
-            for unit in parts.units:
-                give_back(unit, parts.transfers)
-            parts.close()
+            try:
+                for unit in parts.units:
+                    give_back(unit, parts.transfers, parts.state, dtypes)
+            finally:
+                parts.close()
             raise
         parts.pinned = bool(allocation.locked)
         parts.gradients = Gradients(
@@ -195,7 +199,7 @@ class _Builder:
         runtime = Runtime(parts)
         runtime.handles = attach(runtime, self._model, plan.cut.users)
         self._move_buffers()
-        self._report(parts, backend, swap)
+        self._report(parts, kernels, backend, swap)
         return runtime
 
     def _budgets(self) -> dict[str, int]:
@@ -289,14 +293,13 @@ class _Builder:
                 if buffer is not None and buffer.device != self._device.torch_device:
                     module._buffers[name] = buffer.to(self._device.torch_device)
 
-    def _report(self, parts: Parts, backend: IoBackend | None, swap: SwapSpace | None) -> None:
+    def _report(self, parts: Parts, kernels: str, backend: IoBackend | None, swap: SwapSpace | None) -> None:
         log.info(
-            "wrapped %d units on %s: %s; kernels %s (%d threads), I/O %s, %s host memory",
+            "wrapped %d units on %s: %s; kernels %s, I/O %s, %s host memory",
             len(parts.units),
             self._device.name,
             ", ".join(f"{t.name} {format_size(t.used)} of {format_size(t.budget)}" for t in parts.tiers.values()),
-            native.isa(),
-            native.threads(),
+            kernels,
             "not needed"
             if backend is None or swap is None
             else f"{backend.name} ({'direct' if all(swap.direct.values()) else 'through the page cache'})",

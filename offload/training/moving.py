@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from offload.sharding.layout import Span
 from offload.sharding.unit import Member, Unit
 from offload.storage.staging import StagingPool
 from offload.training.parameter import OffloadedParameter
+from offload.training.state import StateStore, read_member
 from offload.training.transfers import Transfers
 
 
@@ -64,12 +65,19 @@ def move_out(parameter: nn.Parameter, value: torch.Tensor, gradient: torch.Tenso
             parameter.grad = gradient.to(value.device, value.dtype)
 
 
-def give_back(unit: Unit, transfers: Transfers) -> None:
-    """Undo the move of one unit when wrapping fails half-way."""
+def give_back(unit: Unit, transfers: Transfers, state: StateStore, dtypes: Mapping[nn.Parameter, torch.dtype]) -> None:
+    """Undo the move of one unit when wrapping fails half-way. ``dtypes``: those the parameters had before.
+
+    Values come back to the bit, from the masters where compute has fewer of them; a frozen parameter has no master and
+    comes back as compute would have seen it.
+    """
     if not unit.permanent:
         unit.region.commit()
         transfers.fetch(unit).wait()
     for member in unit.members:
-        slot = member.slot
-        whole = unit.weights(unit.region.flat)[slot.offset : slot.offset + slot.numel].view(slot.shape)
-        move_out(member.parameter, whole.clone(), None)
+        slot, dtype = member.slot, dtypes[member.parameter]
+        value = unit.weights(unit.region.flat)[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        found = read_member(state, unit, member) if dtype is not unit.dtype else None
+        if found is not None:
+            value = found[0].to(value.device)
+        move_out(member.parameter, value.to(dtype, copy=True), None)

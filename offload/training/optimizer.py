@@ -75,7 +75,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if not math.isfinite(scale) or not (fresh or self._finite(runtime)):
             self.skipped_steps += 1
             return loss
-        updates = self._collect(runtime, scale)
+        try:
+            updates = self._collect(runtime, scale)
+        except BaseException:  # nothing has happened: the next step() will need the factor
+            runtime.set_clip_factor(scale, fresh)
+            raise
         if updates:
             runtime.promise(updates)
         return loss
@@ -92,6 +96,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _collect(self, runtime: Runtime, scale: float) -> list[UnitUpdate]:
         """What to do, in the order of the units; each parameter's step count goes on."""
         pieces: dict[Unit, list[tuple[Span, UpdateRule]]] = {}
+        due: list[Member] = []
         for group in self.param_groups:
             for parameter in group["params"]:
                 unit, index = runtime.place_of(parameter)
@@ -99,13 +104,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     continue
                 member = unit.members[index]
                 runtime.prepare_state(unit, member)
-                member.step += 1
-                rule = self._rule(group, member.step, scale)
+                rule = self._rule(group, member.step + 1, scale)
+                due.append(member)
                 if member.slot.numel:
                     slot = member.slot
                     pieces.setdefault(unit, []).append((Span(slot.offset, slot.end - slot.offset), rule))
         ordered = sorted(pieces.items(), key=lambda item: item[0].index)
-        return [UnitUpdate(unit, merged(p), runtime.gradients.buffer(unit).flat) for unit, p in ordered]
+        updates = [UnitUpdate(unit, merged(p), runtime.gradients.buffer(unit).flat) for unit, p in ordered]
+        for member in due:  # only now: what fails above has counted no step
+            member.step += 1
+        return updates
 
     def state_dict(self) -> dict[str, Any]:
         """In torch's format: per parameter ``step`` and the algorithm's slots, as host copies."""

@@ -219,9 +219,9 @@ class Runtime:
         for buffer, before in zip(taken, present, strict=True):
             buffer.present = before  # as after a plain step(): there until zero_grad()
 
-    def set_clip_factor(self, factor: float) -> None:
+    def set_clip_factor(self, factor: float, fresh: bool = True) -> None:
         """Multiply gradients by this in the next update, in the pass that reads them anyway; NaN leaves it out."""
-        self._clip_factor, self._norm_is_fresh = factor, True
+        self._clip_factor, self._norm_is_fresh = factor, fresh
 
     def take_clip_factor(self) -> tuple[float, bool]:
         """The factor (1 if none was set) and whether the gradients are the ones it was made from."""

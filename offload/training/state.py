@@ -52,7 +52,11 @@ class StateStore:
         """Make a block for ``span``. ``fill_master(span, out)`` writes the masters (fp32); moments start at zero."""
         block = StateBlock(span, home)
         self._fill(block, fill_master)
-        unit.blocks.append(block)
+        self._add(unit, [block])
+
+    @staticmethod
+    def _add(unit: Unit, made: list[StateBlock]) -> None:
+        unit.blocks.extend(made)
         unit.blocks.sort(key=lambda b: b.span.start)
 
     def _fill(self, block: StateBlock, fill_master: Callable[[Span, torch.Tensor], None]) -> None:
@@ -83,8 +87,11 @@ class StateStore:
         def fill_master(span: Span, out: torch.Tensor) -> None:
             out.copy_(weights[span.start : span.end])
 
-        for span in blocks([member.slot]):
-            self.create(unit, span, self._allocate(unit, span.count * STATE_BYTES), fill_master)
+        spans = blocks([member.slot])
+        made = [StateBlock(span, self._allocate(unit, span.count * STATE_BYTES)) for span in spans]
+        for block in made:
+            self._fill(block, fill_master)
+        self._add(unit, made)  # all or none: a parameter with part of its state would train in part
 
 
 def member_span(member: Member) -> Span:

@@ -107,6 +107,7 @@ class PendingUpdate:
             self._drain(0)
         except BaseException:
             self._stop_reading()
+            self._end_writing()
             raise
 
     # Reading ahead: blocks are read in order while buffers are free; one buffer at least is left for the block in hand.
@@ -275,12 +276,15 @@ class PendingUpdate:
                 oldest.ticket.wait()
             except BaseException:
                 oldest.ticket = None
-                for other in self._writes:  # let the others end, so that an error leaves nothing moving
-                    if other.ticket is not None and not _wait_quietly(other.ticket):
-                        other.ticket = None
                 raise
             self._writes.popleft()
             oldest.finished()
+
+    def _end_writing(self) -> None:
+        """Let the writes end, so that an error leaves nothing moving. Those that failed will be asked for again."""
+        for entry in self._writes:
+            if entry.ticket is not None and not _wait_quietly(entry.ticket):
+                entry.ticket = None
 
 
 def _wait_quietly(ticket: Ticket) -> bool:

@@ -18,7 +18,7 @@ from offload.errors import BudgetError
 from offload.sizes import parse_size
 
 ROOT = Path(__file__).parents[1]
-ADAM: dict[str, Any] = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 TIERS = {"cpu": ("gpu", "cpu"), "nvme": ("gpu", "nvme"), "all": ("gpu", "cpu", "nvme")}
 """The sets of tiers beside ["gpu"]."""
 
@@ -117,7 +117,7 @@ def weight_bytes(model: nn.Module, itemsize: int = 4) -> int:
 def smallest_budgets(
     build: Callable[[], nn.Module], tiers: Sequence[str], swap: Path | None, **settings: Any
 ) -> dict[str, int]:
-    """The budgets that ``wrap`` accepts when it is given next to nothing and then, as often as needed, what it names."""
+    """What ``wrap`` accepts when it is given next to nothing and then, as often as needed, what it names."""
     budgets = dict.fromkeys(tiers, 1)
     for _ in range(10):
         try:

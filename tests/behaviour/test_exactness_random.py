@@ -97,11 +97,11 @@ class Whole(nn.Module):
 
 
 def _specs() -> st.SearchStrategy[Spec]:
-    flags: dict[str, Any] = dict(
-        frozen=st.sampled_from([False, False, False, True]),
-        twice=st.sampled_from([False, False, True]),
-        recomputed=st.sampled_from(["", "", "", "reentrant", "other"]),
-    )
+    flags: dict[str, Any] = {
+        "frozen": st.sampled_from([False, False, False, True]),
+        "twice": st.sampled_from([False, False, True]),
+        "recomputed": st.sampled_from(["", "", "", "reentrant", "other"]),
+    }
     leaves = st.builds(
         Spec, st.sampled_from(["linear", "linear", "norm", "list", "tie", "empty"]), st.just(()), **flags
     )
@@ -164,7 +164,7 @@ def test_random_modules_on_random_tiers_train_as_on_one(
     want = trained(wrap(build(spec), ("gpu",), gpu=None, dtype=dtype))
     before = native.threads()
     with tempfile.TemporaryDirectory() as folder:
-        settings_ = dict(dtype=dtype, device=device, poison=poison and device == "cpu", prefetch_units=depth)
+        settings_ = {"dtype": dtype, "device": device, "poison": poison and device == "cpu", "prefetch_units": depth}
         needed = smallest_budgets(functools.partial(build, spec), tiers, Path(folder), **settings_)
         budgets = {t: needed[t] + spare.get(t, 0) * PAGE for t in tiers}
         try:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+import offload
+from offload.sizes import parse_size
 
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"
 
@@ -50,3 +55,16 @@ def save_text(directory: Path, documents: int = 12) -> list[Path]:
         path.write_text("".join(lines), encoding="utf-8")
         files.append(path)
     return files
+
+
+def tight_budgets(directory: Path, swap: Path, dtype: torch.dtype | None = None) -> dict[str, int]:
+    """Budgets in bytes with which the model of `directory` needs all three tiers, and its weights come and go."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
+    gpu = 256 << 10
+    with pytest.raises(offload.BudgetError) as refused:
+        offload.wrap(model, ["gpu", "cpu", "nvme"], budgets={"gpu": gpu, "cpu": 1}, swap_dirs=swap, dtype=dtype)
+    named = re.search(r"would do are .*cpu=([\d.]+ \w+)", str(refused.value))
+    assert named, str(refused.value)
+    return {"gpu": gpu, "cpu": parse_size(named[1]) + (64 << 10)}

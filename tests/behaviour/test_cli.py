@@ -15,9 +15,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from offload.cli import main
-from tests.tiny_llm import save_text, save_tiny_llm
+from tests.tiny_llm import save_text, save_tiny_llm, tight_budgets
 
-TIERS = ["--tiers", "gpu,cpu,nvme", "--gpu-mem", "512KiB", "--cpu-mem", "4MiB"]
 SMALL = ["--seq-len", "32", "--batch-size", "2", "--steps", "3", "--eval-batches", "2"]
 
 
@@ -29,6 +28,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(path) for path in save_text(tmp_path_factory.mktemp("data"))]
+
+
+@pytest.fixture(scope="module")
+def tiers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags for all three tiers, with budgets that need them."""
+    budgets = tight_budgets(model, tmp_path_factory.mktemp("swap"))
+    return ["--tiers", "gpu,cpu,nvme", "--gpu-mem", str(budgets["gpu"]), "--cpu-mem", str(budgets["cpu"])]
 
 
 def run(*arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
@@ -186,10 +192,12 @@ def test_doctor_names_a_directory_that_cannot_be_used(capsys: pytest.CaptureFixt
 # --- the whole way
 
 
-def test_a_run_ends_with_a_model_that_plain_transformers_loads(model: Path, data: list[str], tmp_path: Path) -> None:
+def test_a_run_ends_with_a_model_that_plain_transformers_loads(
+    model: Path, data: list[str], tiers: list[str], tmp_path: Path
+) -> None:
     out, swap, report = tmp_path / "out", tmp_path / "swap", tmp_path / "figures" / "run.json"
     done = run(
-        *("finetune", "--model", str(model), "--data", *data, *TIERS, "--swap", str(swap)),
+        *("finetune", "--model", str(model), "--data", *data, *tiers, "--swap", str(swap)),
         *("--out", str(out), "--report", str(report), *SMALL),
     )
     assert done.returncode == 0, done.stderr
@@ -205,7 +213,7 @@ def test_a_run_ends_with_a_model_that_plain_transformers_loads(model: Path, data
     assert sum(step["lanes"]["nvme_write"] for step in figures["steps"]) == figures["lanes"]["nvme_write"]["bytes"]
     for tier in ("gpu", "cpu", "nvme"):
         assert 0 < figures["tiers"][tier]["used"] <= figures["tiers"][tier]["peak"] <= figures["tiers"][tier]["budget"]
-    assert figures["tiers"]["gpu"]["budget"] == 512 << 10
+    assert figures["tiers"]["gpu"]["budget"] == int(tiers[3])
     assert figures["peak_rss_bytes"] > 0
     assert figures["seconds"] > 0
     assert figures["tokens_per_s"] == pytest.approx(3 * 64 / figures["seconds"])
@@ -237,14 +245,14 @@ def test_quiet_prints_nothing(model: Path, data: list[str], tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_finishes_the_step_and_saves(
-    model: Path, data: list[str], tmp_path: Path, number: signal.Signals, code: int
+    model: Path, data: list[str], tiers: list[str], tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     out, swap = tmp_path / "out", tmp_path / "swap"
     process = subprocess.Popen(
         [
-            *(sys.executable, "-u", "-m", "offload.cli", "finetune", "--model", str(model), "--data", *data, *TIERS),
+            *(sys.executable, "-u", "-m", "offload.cli", "finetune", "--model", str(model), "--data", *data, *tiers),
             *("--swap", str(swap), "--out", str(out), *SMALL[:4], "--steps", "100000"),
         ],
         stderr=subprocess.PIPE,

@@ -15,12 +15,13 @@ import torch
 pytest.importorskip("transformers")
 
 import offload
+from offload.config import DTYPES
 from offload.integrations.data import batches
 from offload.integrations.finetune import FinetuneRun
 from offload.integrations.finetune_config import FinetuneConfig
 from offload.integrations.interrupt import stop_on_signals
 from offload.integrations.progress import Progress, StepFigures
-from tests.tiny_llm import CHAT_TEMPLATE, save_text, save_tiny_llm
+from tests.tiny_llm import CHAT_TEMPLATE, save_text, save_tiny_llm, tight_budgets
 
 SETTINGS: dict[str, Any] = {
     "steps": 6,
@@ -51,12 +52,11 @@ def settings(tmp_path: Path, wrap: dict[str, Any] | None = None, **changes: Any)
     )
 
 
-def three_tiers(tmp_path: Path) -> dict[str, Any]:
-    return {
-        "tiers": ["gpu", "cpu", "nvme"],
-        "budgets": {"gpu": "512KiB", "cpu": "4MiB"},
-        "swap_dirs": tmp_path / "swap",
-    }
+def three_tiers(tmp_path: Path, dtype: str = "fp32") -> dict[str, Any]:
+    settings(tmp_path)  # makes the model
+    swap = tmp_path / "swap"
+    budgets = tight_budgets(tmp_path / "model", swap, DTYPES[dtype])
+    return {"tiers": ["gpu", "cpu", "nvme"], "budgets": budgets, "swap_dirs": swap, "dtype": dtype}
 
 
 def finish(config: FinetuneConfig) -> tuple[FinetuneRun, dict[str, Any]]:
@@ -96,8 +96,9 @@ def test_placement_changes_no_bit_of_losses_or_result(tmp_path: Path, dtype: str
     from safetensors.torch import load_file
 
     results = []
-    for name, wrap in (("a", {"tiers": ["gpu"]}), ("b", three_tiers(tmp_path))):
-        figures = finish(settings(tmp_path, {**wrap, "dtype": dtype}, out=tmp_path / name))[1]
+    for name, wrap in (("a", {"tiers": ["gpu"], "dtype": dtype}), ("b", three_tiers(tmp_path, dtype))):
+        run, figures = finish(settings(tmp_path, wrap, out=tmp_path / name))
+        assert ("nvme" in offload.stats(run.model).placement["optimizer state"]) == (name == "b")
         saved = load_file(tmp_path / name / "model.safetensors")
         results.append((figures["losses"], figures["eval_loss"], saved))
     (losses, eval_loss, saved), (losses_b, eval_loss_b, saved_b) = results
@@ -112,7 +113,7 @@ def test_placement_changes_no_bit_of_losses_or_result(tmp_path: Path, dtype: str
 def test_what_is_saved_is_what_was_trained_to_the_byte(tmp_path: Path, dtype: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    config = settings(tmp_path, {**three_tiers(tmp_path), "dtype": dtype}, steps=2)
+    config = settings(tmp_path, three_tiers(tmp_path, dtype), steps=2)
     run, _ = finish(config)
     trained = offload.state_dict(run.model)
     again = AutoModelForCausalLM.from_pretrained(config.out, local_files_only=True)

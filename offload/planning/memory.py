@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,13 +13,14 @@ from offload.config import WrapConfig
 from offload.errors import ConfigError
 from offload.sharding.layout import FlatLayout, Span, blocks, flat_layout
 from offload.sharding.partition import Partition, UnitPlan, partition
-from offload.sharding.placement import Demand, Placement, UnitSize, place
-from offload.sizes import PAGE, round_up
+from offload.sharding.placement import Demand, DoesNotFit, Placement, UnitSize, at_least, place
+from offload.sizes import PAGE, parse_size, round_up
 from offload.training.gradients import gradient_dtype
 from offload.training.state import STATE_BYTES
 
 STAGING_BUFFERS = 6  # of one block of state each: being read, updated and written, with one to spare for each way
 DELIVERY_BUFFERS = 2  # of the largest unit's weights: one being filled, one being copied
+_ATTEMPTS = 16  # each finds the need of one more cut; two or three are usual
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,36 @@ class MemoryPlan:
 def plan_memory(model: nn.Module, config: WrapConfig, budgets: Mapping[str, int], host_visible: bool) -> MemoryPlan:
     """Cut ``model`` into units and place them. ``host_visible``: compute memory is host memory.
 
-    Raises ConfigError for a dtype that cannot train and BudgetError where it does not fit; reads shapes only.
+    Raises ConfigError for a dtype that cannot train, and BudgetError where it does not fit, with the smallest budgets
+    that would do. Reads shapes only.
     """
+    try:
+        return _plan(model, config, budgets, host_visible)
+    except DoesNotFit as error:
+        raise DoesNotFit(error.why, error.found, _that_would_do(model, config, error.smallest, host_visible)) from None
+
+
+def _that_would_do(
+    model: nn.Module, config: WrapConfig, smallest: Mapping[str, int], host_visible: bool
+) -> dict[str, int]:
+    """Budgets that are accepted: other budgets cut the model into other units, which may need a little more."""
+    budgets = _as_shown(smallest)
+    for _ in range(_ATTEMPTS):
+        try:
+            _plan(model, config, budgets, host_visible)
+            break
+        except DoesNotFit as error:
+            again = _as_shown(error.smallest)
+            budgets = {tier: max(nbytes, again[tier]) for tier, nbytes in budgets.items()}
+    return budgets
+
+
+def _as_shown(budgets: Mapping[str, int]) -> dict[str, int]:
+    return {tier: parse_size(at_least(nbytes)) for tier, nbytes in budgets.items()}
+
+
+def _plan(model: nn.Module, config: WrapConfig, budgets: Mapping[str, int], host_visible: bool) -> MemoryPlan:
+    budgets = {"cpu": sys.maxsize, **budgets}  # where cpu is no tier, what gradients need there is not in question
     cut = partition(model, config.dtype, budgets["gpu"] // PAGE * PAGE)
     _check_dtypes(cut)
     layouts = tuple(flat_layout(tuple(p.shape) for p in plan.parameters) for plan in cut.units)

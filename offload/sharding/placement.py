@@ -65,6 +65,19 @@ def place(demand: Demand, tiers: Sequence[str], budgets: Mapping[str, int]) -> P
     return _Placer(demand, tiers, budgets).run()
 
 
+class DoesNotFit(BudgetError):
+    """No placement exists. ``smallest``: the budgets, in bytes, that would do for this cut of the model into units."""
+
+    def __init__(self, why: str, found: Mapping[str, int], smallest: Mapping[str, int]) -> None:
+        have = ", ".join(f"{tier}={format_size(nbytes)}" for tier, nbytes in found.items())
+        need = ", ".join(f"{tier}={at_least(nbytes)}" for tier, nbytes in smallest.items())
+        super().__init__(
+            f"the model does not fit its budgets: {why}. Found {have}; the smallest budgets that would do are {need}. "
+            "Raise them, add a tier, or free memory"
+        )
+        self.why, self.found, self.smallest = why, dict(found), dict(smallest)
+
+
 class _Placer:
     def __init__(self, demand: Demand, tiers: Sequence[str], budgets: Mapping[str, int]) -> None:
         self._demand, self._tiers, self._budgets = demand, tiers, budgets
@@ -136,32 +149,28 @@ class _Placer:
                 return tier
         raise self._refuse(f"no tier has room for {format_size(nbytes)} of {kind} of unit {unit.name!r}")
 
-    def _refuse(self, why: str) -> BudgetError:
-        have = ", ".join(f"{t}={format_size(b)}" for t, b in self._budgets.items() if t in {*self._tiers, "cpu"})
-        need = ", ".join(f"{t}={_at_least(b)}" for t, b in self.smallest().items())
-        return BudgetError(
-            f"the model does not fit its budgets: {why}. Found {have}; the smallest budgets that would do are {need}. "
-            "Raise them, add a tier, or free memory"
-        )
+    def _refuse(self, why: str) -> DoesNotFit:
+        found = {t: b for t, b in self._budgets.items() if t in {*self._tiers, "cpu"}}
+        return DoesNotFit(why, found, self._smallest())
 
-    def smallest(self) -> dict[str, int]:
-        """The smallest budget of each tier, the later tiers taking all that the earlier need not hold."""
+    def _smallest(self) -> dict[str, int]:
+        """The smallest budget of each tier, the last one taking all that the others need not hold."""
         units, last = self._demand.units, self._tiers[-1]
         weights, state = sum(u.weights for u in units), sum(u.state for u in units)
         gradients = sum(u.gradient for u in units if u.blocks)
         if last == "gpu":
             return {"gpu": weights + state + gradients}
-        out = {"gpu": min(self._need(), weights)}
-        moved = weights + state
+        window = self._need()
+        all_stay = weights <= window
+        out = {"gpu": min(window, weights)}
+        moved = state if all_stay else weights + state
         fixed = gradients + self._demand.delivery
         if last == "cpu":
             return {**out, "cpu": fixed + moved}
-        out["cpu"] = fixed + self._demand.staging
-        room = max(0, self._budgets["cpu"] - out["cpu"]) if "cpu" in self._tiers else 0
-        return {**out, "nvme": max(0, moved - room)}
+        return {**out, "cpu": fixed + self._demand.staging, "nvme": moved}
 
 
-def _at_least(nbytes: int) -> str:
+def at_least(nbytes: int) -> str:
     """The size for people, rounded up where it is rounded, so that a budget copied from it will do."""
     text = format_size(nbytes)
     if parse_size(text) >= nbytes:

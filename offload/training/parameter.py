@@ -12,7 +12,7 @@ behaves in the same way, so no alias made outside a unit's forward is ever read 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from torch import nn
 from offload.errors import OffloadError
 from offload.sharding.unit import Unit
 from offload.training.functions import ALIASES, COPIES, METADATA, POINTERS, SET_DATA
+from offload.training.trees import replaced, tensors
 
 _Disabled = torch._C.DisableTorchFunctionSubclass
 _Args = tuple[Any, ...]
@@ -182,7 +183,7 @@ def _one_by_one(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -
 
 
 def _touch(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any:
-    touched = [t for t in _tensors((args, kwargs)) if isinstance(t, OffloadedParameter | OffloadedView)]
+    touched = [t for t in tensors((args, kwargs)) if isinstance(t, OffloadedParameter | OffloadedView)]
     entries = [_entry(t) for t in touched]
     owner = entries[0][0]
     units = list(dict.fromkeys(unit for _, unit in entries))
@@ -207,17 +208,7 @@ def _on_copies(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any], to
     name = getattr(func, "__name__", "")
     target = args[0] if name.endswith("_") and not name.endswith("__") else kwargs.get("out")
     copies = {id(t): t.clone() for t in touched if t is not target}
-    return func(*_replace(args, copies), **_replace(kwargs, copies))
-
-
-def _replace(tree: Any, by_id: dict[int, torch.Tensor]) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return by_id.get(id(tree), tree)
-    if isinstance(tree, dict):
-        return {key: _replace(value, by_id) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)([_replace(value, by_id) for value in tree])
-    return tree
+    return func(*replaced(args, copies), **replaced(kwargs, copies))
 
 
 def _set_data(target: torch.Tensor, value: torch.Tensor) -> None:
@@ -247,21 +238,10 @@ def _make_plain(alias: OffloadedView) -> None:
 
 def _guard(result: Any) -> Any:
     """Turn tensors that look at a unit's memory into views that fetch."""
-    for tensor in _tensors(result):
+    for tensor in tensors(result):
         if type(tensor) is torch.Tensor:
             unit = unit_of(tensor)
             if unit is not None:
                 tensor.__class__ = OffloadedView
                 unit.add_view(tensor)
     return result
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _tensors(value)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from offload.errors import BudgetError
 from offload.sharding.unit import Unit
+from offload.training.trees import replaced, tensors
 
 
 class TileSource(Protocol):
@@ -43,43 +44,35 @@ def call(
         return out if bias is None else out + bias
     if func is F.embedding and len(args) > 1 and args[1] is matrix:
         return _embedding(source, unit, matrix, args, kwargs)
-    if torch.is_grad_enabled() and matrix.requires_grad and torch.is_floating_point(matrix):
+    looked_at = [t for t in tensors((args, kwargs)) if t.untyped_storage()._cdata == unit.region.key]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in looked_at):
         name = getattr(func, "__name__", str(func))
         raise BudgetError(
             f"unit {unit.name!r} does not fit the gpu budget and is used in tiles, which works in nn.Linear and "
             f"nn.Embedding; found {name} in training. Raise budgets['gpu'] to at least {unit.region.nbytes} bytes"
         )
-    return _on_host(source, unit, matrix, func, args, kwargs)
+    return _on_host(source, unit, looked_at, func, args, kwargs)
 
 
 def _on_host(
     source: TileSource,
     unit: Unit,
-    matrix: torch.Tensor,
+    looked_at: list[torch.Tensor],
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     """Without gradients, anything runs on a copy in host memory; changes are written back."""
-    slot = unit.members[0].slot
     flat = source.host_copy(unit)
-    here = flat[: slot.numel].view(slot.shape)
+    here = {id(t): flat.as_strided(t.size(), t.stride(), int(t.storage_offset())) for t in looked_at}
     version = flat._version
-    result = func(*_swap(args, matrix, here), **_swap(kwargs, matrix, here))
+    result = func(*replaced(args, here), **replaced(kwargs, here))
     if flat._version != version:
         source.replace_weights(unit, flat)
-    return matrix if result is here else result
-
-
-def _swap(tree: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
-    if isinstance(tree, torch.Tensor):
-        same = tree is old or tree.untyped_storage()._cdata == old.untyped_storage()._cdata
-        return new if same else tree
-    if isinstance(tree, dict):
-        return {k: _swap(v, old, new) for k, v in tree.items()}
-    if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):
-        return type(tree)(_swap(v, old, new) for v in tree)
-    return tree
+    originals = {id(here[id(t)]): t for t in looked_at}
+    if isinstance(result, torch.Tensor) and id(result) not in originals:
+        return result.to(unit.region.flat.device)
+    return originals.get(id(result), result)
 
 
 class _TiledLinear(torch.autograd.Function):

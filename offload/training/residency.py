@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from offload.errors import BudgetError
 from offload.sharding.unit import State, Unit
@@ -82,6 +82,12 @@ class Residency:
         """If a fetch is under way, wait for it."""
         if unit.state is State.FETCHING:
             self._land(unit)
+
+    def settle_all(self) -> None:
+        """Wait for every fetch under way; one that fails is asked for again by the next use of its unit."""
+        for unit in self._units:
+            with suppress(OSError):
+                self.settle(unit)
 
     def is_resident(self, unit: Unit) -> bool:
         return unit.state is State.RESIDENT

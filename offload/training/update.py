@@ -96,6 +96,8 @@ class PendingUpdate:
 
     def _run(self) -> None:
         try:
+            if not self.device.host_visible:  # fetches go through the same buffers: each would wait for the other's
+                self.residency.settle_all()
             while self._items:
                 self._read_ahead()
                 item = self._items[0]

@@ -14,7 +14,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +24,12 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import SwapError
+from offload.planning import memory
+from offload.sharding import layout
 from offload.sizes import PAGE
 from offload.storage import faults
+from offload.storage.simulated import SimulatedDevice
+from offload.trace import Lanes
 from offload.training.runtime import attached
 from tests.loops import adamw, assert_same, masters, run_checked, same_bits, wrap
 from tests.unit.storage.iotools import backend_params, build_shim
@@ -311,6 +315,47 @@ def test_an_optimizer_state_that_cannot_be_made(tmp_path: Path) -> None:
         assert_same(got, want)
         for number, expected in moments.items():
             assert_same(state[number], expected)
+
+
+# Staging buffers
+
+
+class Uneven(nn.Module):
+    """A large unit that is used first, and fetched ahead when backward is nearly done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(32, 32)
+        self.large = nn.Embedding(256, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(24))
+
+    def forward(self, ids: Tensor, nearly_done: Callable[[Tensor], None]) -> Tensor:
+        x = self.before(self.large(ids))
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if layer is self.layers[3]:  # the first that is not at home in compute memory
+                x.register_hook(nearly_done)
+        return x.pow(2).mean()
+
+
+def test_a_fetch_and_an_update_share_the_staging_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow fetch of many pieces is under way when step() begins: neither waits for buffers that the other holds."""
+    monkeypatch.setattr(memory, "blocks", functools.partial(layout.blocks, block=layout.ALIGN))
+    device = SimulatedDevice(Lanes(), delay=lambda lane: 0.0)
+    model = wrap(Uneven(), ("gpu", "nvme"), tmp_path, gpu=3 * (32 << 10), device=device)
+    optimizer = adamw(model)
+    unit, _ = attached[model].place_of(model.large.weight)
+    assert unit.home.tier == "nvme"
+    assert unit.nbytes > attached[model].state.staging.nbytes
+    under_way = 0
+    for number in range(3):
+        with contextlib.ExitStack() as slow:
+            fault = faults.inject("op=read,delay_ms=300")
+            model(torch.arange(8) + number, lambda gradient: slow.enter_context(fault)).backward()
+            under_way += unit.state.value == "fetching"
+            optimizer.step()
+        optimizer.zero_grad()
+    assert under_way, "the case did not arise"
 
 
 # While wrapping

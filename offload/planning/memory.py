@@ -86,7 +86,7 @@ def _plan(model: nn.Module, config: WrapConfig, budgets: Mapping[str, int], host
     units = tuple(_size(p, layout, config, budgets["gpu"]) for p, layout in zip(cut.units, layouts, strict=True))
     demand = Demand(
         units,
-        together=tuple(tuple(needed) for _, needed in cut.users),
+        together=tuple(tuple(needed) for needed in [*(needed for _, needed in cut.users), *cut.together]),
         staging=STAGING_BUFFERS * _largest_block(units),
         # New weights that have no other place than the host while their update runs.
         delivery=(0 if host_visible else DELIVERY_BUFFERS * _largest_weights(units))

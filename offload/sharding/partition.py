@@ -42,6 +42,7 @@ class Partition:
 
     units: list[UnitPlan]
     users: list[tuple[nn.Module, list[int]]]
+    together: list[list[int]] = field(default_factory=list)  # units that are touched at the same time, beside users'
 
 
 def compute_dtype(parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -65,6 +66,7 @@ class _Partitioner:
         self._units: list[UnitPlan] = []
         self._owner: dict[nn.Parameter, int] = {}
         self._hooked: list[nn.Module] = []
+        self._together: list[list[int]] = []
 
     def run(self) -> Partition:
         self._visit("", self._model)
@@ -73,7 +75,7 @@ class _Partitioner:
             needed = sorted({self._owner[p] for p in module.parameters()})
             if needed:
                 users.append((module, needed))
-        return Partition(self._units, users)
+        return Partition(self._units, users, self._together)
 
     def _visit(self, name: str, module: nn.Module) -> None:
         if not any(True for _ in module.parameters()):
@@ -83,6 +85,8 @@ class _Partitioner:
             self._take(name, module, recurse=True)
             return
         self._take(name, module, recurse=False)
+        if isinstance(module, nn.Linear | nn.Embedding):  # in tiles, with its bias
+            self._together.append(sorted({self._owner[p] for p in module.parameters()}))
         for child_name, child in module.named_children():
             self._visit(f"{name}.{child_name}" if name else child_name, child)
 

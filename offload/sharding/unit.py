@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import enum
 import weakref
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ class StateBlock:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class Member:
     """A parameter of a unit: the user's object, its names (several when tied), its place, its Adam step count."""
 
@@ -70,7 +71,7 @@ class Unit:
     state: State = State.AWAY
     ticket: Ticket | None = None  # of the fetch under way
     pins: int = 0
-    version: int = 0  # raised when the weights change; what autograd saved before then is stale
+    writes: int = 0  # times that weights were changed other than by an update
     tile: int = 0  # bytes of compute memory for tiles of a matrix that is never here whole; 0 for any other unit
     used_at: int = 0  # for least-recently-used eviction
     # Views that fetch when touched (training.parameter.OffloadedView): aliases that do not keep the memory here.
@@ -88,6 +89,10 @@ class Unit:
     def weights(self, buffer: torch.Tensor) -> torch.Tensor:
         """The whole flat buffer seen in the compute dtype."""
         return view(buffer, self.dtype, 0, self.layout.numel)
+
+    def member_at(self, offset: int) -> Member:
+        """The parameter whose elements (or padding) lie at ``offset`` of the flat buffer."""
+        return self.members[max(bisect.bisect_right(self.members, offset, key=lambda m: m.slot.offset) - 1, 0)]
 
     def add_view(self, tensor: torch.Tensor) -> None:
         """Know ``tensor`` as a view that fetches; by identity, since tensors compare by value."""

@@ -16,8 +16,7 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     The squares are summed per parameter in double, in a fixed order. The factor, ``max_norm / (norm + 1e-6)`` and at
     most 1, is applied by the next ``optimizer.step()`` in the pass that reads the gradient anyway: ``p.grad`` keeps the
     unclipped value, and a bf16 gradient is not rounded a second time (``torch.nn.utils.clip_grad_norm_`` works too, and
-    rounds it). A norm that is not finite makes ``step()`` leave the update out. ``parameters`` should be all that the
-    optimizer updates: the factor holds for the whole step.
+    rounds it). A norm that is not finite makes ``step()`` leave the update out.
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not listed:
@@ -33,5 +32,5 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
         if gradient is not None:
             total += sum_squares(gradient)
     norm = math.sqrt(total) if total >= 0 else math.nan
-    runtime.set_clip_factor(min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan)
+    runtime.set_clip_factor(listed, min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan)
     return torch.tensor(norm, dtype=torch.float64)

@@ -57,6 +57,7 @@ COPIES: frozenset[Function] = frozenset(_named(torch.Tensor, "numpy __array__ __
 POINTERS: frozenset[Function] = frozenset(_named(torch.Tensor, "data_ptr untyped_storage storage"))
 """Whoever asks will read memory directly."""
 
+DATA: Function = next(_named(torch.Tensor, "data", "__get__"))
 SET_DATA: Function = next(_named(torch.Tensor, "data", "__set__"))
 RAW_GRAD = next(_named(torch.Tensor, "grad", "__get__"))
 """The gradient field that autograd fills, not the host gradient that ``p.grad`` shows."""

@@ -6,6 +6,7 @@ fp16 (a sum of scaled fp16 gradients overflows, and ``GradScaler`` refuses them)
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
 
@@ -15,6 +16,8 @@ from offload.sharding.unit import Member, Unit
 from offload.storage.device import Device
 from offload.storage.memory import view
 from offload.storage.ticket import Ticket
+
+_OURS = 2  # references to a view that nobody else holds: a local name, and the question itself
 
 
 class GradientBuffer:
@@ -39,6 +42,14 @@ class GradientBuffer:
             slots = [m.slot for m in self.unit.members]
             self._views = [self.flat[s.offset : s.offset + s.numel].view(s.shape) for s in slots]
         return self._views[index]
+
+    def let_go(self, index: int) -> None:
+        """The gradient is cleared. Whoever kept ``p.grad`` keeps its values: the tensor gets memory of its own."""
+        view = self.view(index)
+        self._views[index] = view.detach()  # another object over the same memory
+        if sys.getrefcount(view) > _OURS:
+            with torch.no_grad():
+                view.data = view.clone()
 
 
 def gradient_dtype(compute: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -102,6 +113,8 @@ class Gradients:
         buffer = self._buffers[unit.index]
         self.wait()
         if value is None:
+            if buffer.present[index]:
+                buffer.let_go(index)
             buffer.present[index] = False
             return
         member: Member = unit.members[index]

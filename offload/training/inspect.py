@@ -60,10 +60,10 @@ def gather(target: nn.Module | torch.Tensor | Iterable[torch.Tensor], modify: bo
         return
     runtime = runtime_of(ours[0])
     units = list(dict.fromkeys(runtime.place_of(p)[0] for p in ours))
-    before = [u.version for u in units]
+    before = [u.writes for u in units]
     with runtime.resident(units):
         yield
-    if not modify and [u.version for u in units] != before:
+    if not modify and [u.writes for u in units] != before:
         raise RuntimeError(
             "a parameter was changed inside offload.gather(..., modify=False): the change was kept; "
             "pass modify=True to say that it is meant"

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from offload import native
-from offload.errors import OffloadError
+from offload.errors import ConfigError, OffloadError
 from offload.sharding.layout import Span
 from offload.sharding.unit import Member, Unit
 from offload.training.parameter import OffloadedParameter, ResidentParameter, owner_of
@@ -32,7 +33,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._runtime: Runtime | None = None
         self.skipped_steps = 0
-        super().__init__(params, defaults)
+        listed = params if isinstance(params, torch.Tensor) else list(params)
+        if not isinstance(listed, torch.Tensor) and not listed:
+            raise ConfigError(
+                "params: expected parameters of a wrapped model, or groups of them, found an empty list; "
+                "pass model.parameters() after offload.wrap(model, ...)"
+            )
+        super().__init__(listed, defaults)
 
     def _rule(self, group: dict[str, Any], step: int, grad_scale: float) -> UpdateRule:
         """The update of one parameter of this group, with the group's values of now."""
@@ -47,6 +54,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if self._runtime is not None and runtime is not self._runtime:
                 raise OffloadError("expected parameters of one wrapped model, found several; use an optimizer for each")
             self._runtime = runtime
+            self._start_anew(parameter)
+
+    def _start_anew(self, parameter: nn.Parameter) -> None:
+        """A new optimizer has no moments, whatever another one left for the parameter."""
+        runtime = self._owner()
+        unit, index = runtime.place_of(parameter)
+        member = unit.members[index]
+        if member.step:
+            runtime.settle()
+            zero = torch.zeros(member.slot.shape)
+            write_moments(runtime.state, unit, member, zero, zero)
+            member.step = 0
 
     def _check(self, group: dict[str, Any]) -> None:
         """Raise ValueError for values that make no sense."""
@@ -71,32 +90,33 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise OffloadError("the model of this optimizer has been unwrapped; use a torch optimizer for it now")
         runtime.settle()
         runtime.gradients.wait()
-        scale, fresh = runtime.take_clip_factor()
-        if not math.isfinite(scale) or not (fresh or self._finite(runtime)):
+        mine = [p for group in self.param_groups for p in group["params"]]
+        if not self._finite(runtime, mine):
             self.skipped_steps += 1
+            runtime.forget_clip_factors(mine)
             return loss
-        try:
-            updates = self._collect(runtime, scale)
-        except BaseException:  # nothing has happened: the next step() will need the factor
-            runtime.set_clip_factor(scale, fresh)
-            raise
+        updates = self._collect(runtime)
+        runtime.forget_clip_factors(mine)
         if updates:
             runtime.promise(updates)
         return loss
 
-    def _finite(self, runtime: Runtime) -> bool:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                unit, index = runtime.place_of(parameter)
-                gradient = runtime.gradients.get(unit, index)
-                if gradient is not None and not math.isfinite(sum_squares(gradient)):
-                    return False
+    @staticmethod
+    def _finite(runtime: Runtime, parameters: list[nn.Parameter]) -> bool:
+        if not all(math.isfinite(runtime.clip_factor(p)) for p in parameters):
+            return False
+        if runtime.norm_is_fresh(parameters):
+            return True
+        for parameter in parameters:
+            gradient = runtime.gradients.get(*runtime.place_of(parameter))
+            if gradient is not None and not math.isfinite(sum_squares(gradient)):
+                return False
         return True
 
-    def _collect(self, runtime: Runtime, scale: float) -> list[UnitUpdate]:
+    def _collect(self, runtime: Runtime) -> list[UnitUpdate]:
         """What to do, in the order of the units; each parameter's step count goes on."""
         pieces: dict[Unit, list[tuple[Span, UpdateRule]]] = {}
-        due: list[Member] = []
+        due: dict[Unit, list[Member]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 unit, index = runtime.place_of(parameter)
@@ -104,14 +124,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     continue
                 member = unit.members[index]
                 runtime.prepare_state(unit, member)
-                rule = self._rule(group, member.step + 1, scale)
-                due.append(member)
+                rule = self._rule(group, member.step + 1, runtime.clip_factor(parameter))
+                due.setdefault(unit, []).append(member)
                 if member.slot.numel:
                     slot = member.slot
                     pieces.setdefault(unit, []).append((Span(slot.offset, slot.end - slot.offset), rule))
         ordered = sorted(pieces.items(), key=lambda item: item[0].index)
-        updates = [UnitUpdate(unit, merged(p), runtime.gradients.buffer(unit).flat) for unit, p in ordered]
-        for member in due:  # only now: what fails above has counted no step
+        updates = [UnitUpdate(unit, due[unit], merged(p), runtime.gradients.buffer(unit).flat) for unit, p in ordered]
+        for member in (m for members in due.values() for m in members):  # only now: what fails above counted no step
             member.step += 1
         return updates
 
@@ -199,7 +219,10 @@ def refuse_foreign(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 
 def expect_number(group: dict[str, Any], name: str, below: float = math.inf) -> None:
     """A group's value must be a finite number in ``[0, below)``."""
-    value = float(group[name])
+    try:
+        value = float(group[name])
+    except (TypeError, ValueError):
+        value = math.nan
     if not (math.isfinite(value) and 0 <= value < below):
         bound = "" if below == math.inf else f" and < {below:g}"
         raise ValueError(f"{name}: expected a finite number >= 0{bound}, found {group[name]!r}")
@@ -207,5 +230,9 @@ def expect_number(group: dict[str, Any], name: str, below: float = math.inf) -> 
 
 def expect_betas(group: dict[str, Any]) -> None:
     betas = group["betas"]
-    if len(betas) != 2 or not all(0 <= float(b) < 1 for b in betas):
+    try:
+        right = len(betas) == 2 and all(0 <= float(b) < 1 for b in betas)
+    except (TypeError, ValueError):
+        right = False
+    if not right:
         raise ValueError(f"betas: expected two numbers in [0, 1), found {betas!r}")

@@ -21,7 +21,7 @@ from torch import nn
 
 from offload.errors import OffloadError
 from offload.sharding.unit import Unit
-from offload.training.functions import ALIASES, COPIES, METADATA, POINTERS, SET_DATA
+from offload.training.functions import ALIASES, COPIES, DATA, METADATA, POINTERS, SET_DATA
 from offload.training.trees import replaced, tensors
 
 _Disabled = torch._C.DisableTorchFunctionSubclass
@@ -98,6 +98,17 @@ class _HostGradient(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         _entry(self)[0].set_gradient(self, None)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As torch's, but a view that fetches: what is written through it has no version that we could see."""
+        with _Disabled():
+            alias: torch.Tensor = _guard(DATA(self))
+        return alias
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _set_data(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain parameter with the same values: a copy of an offloaded model is an ordinary model."""
@@ -190,7 +201,7 @@ def _touch(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any
     large = [unit for unit in units if unit.tile]
     if large:
         with owner.touching([unit for unit in units if not unit.tile]), _Disabled():
-            return owner.tiled(large[0], func, args, kwargs)
+            return _guard(owner.tiled(large[0], func, args, kwargs))
     if len(units) > 1 and not owner.fit(units):
         return _on_copies(func, args, kwargs, touched)
     with owner.touching(units), _Disabled():
@@ -199,16 +210,20 @@ def _touch(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any
         source = args[1] if func is torch.Tensor.copy_ and isinstance(args[1], torch.Tensor) else None
         for tensor, version, (_, unit) in zip(touched, versions, entries, strict=True):
             if tensor._version != version:
-                owner.written(unit, tensor, source if tensor is args[0] else None)
+                owner.written(unit, tensor, source if args and tensor is args[0] else None)
         return _guard(result)
 
 
 def _on_copies(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any], touched: Sequence[torch.Tensor]) -> Any:
-    """A function of several units that do not fit compute memory together: all but a target get copies, one by one."""
-    name = getattr(func, "__name__", "")
-    target = args[0] if name.endswith("_") and not name.endswith("__") else kwargs.get("out")
-    copies = {id(t): t.clone() for t in touched if t is not target}
-    return func(*replaced(args, copies), **replaced(kwargs, copies))
+    """A function of several units that do not fit together works on copies; what it changed is written back."""
+    copies = {id(t): t.clone() for t in touched}
+    before = {key: copy._version for key, copy in copies.items()}
+    result = func(*replaced(args, copies), **replaced(kwargs, copies))
+    with torch.no_grad():
+        for tensor in touched:
+            if copies[id(tensor)]._version != before[id(tensor)]:  # it was a target
+                tensor.copy_(copies[id(tensor)])
+    return replaced(result, {id(copies[id(t)]): t for t in touched})
 
 
 def _set_data(target: torch.Tensor, value: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -87,10 +87,10 @@ class Runtime:
         self._residency = parts.residency
         self._saved = SavedTensors(self._use_in_backward, lambda: self._residency.prefetch(training=True))
         self._frames: list[Frame] = []
-        self._versions: dict[int, int] = {}
+        self._versions: dict[int, list[int]] = {}
         self._places = {id(m.parameter): (u, i) for u in self.units for i, m in enumerate(u.members)}
         self._pending: PendingUpdate | None = None
-        self._clip_factor: float | None = None
+        self._clip_factors: dict[int, float] = {}  # by parameter (its id)
         self._norm_is_fresh = False
         self._finalizer = weakref.finalize(self, parts.close)
         for unit in self.units:
@@ -158,14 +158,16 @@ class Runtime:
         self._residency.use(unit, training=torch.is_grad_enabled())
         self._residency.pin(unit)
         if unit.pins == 1:
-            self._versions[unit.index] = _version(unit)
+            self._versions[unit.index] = _versions(unit)
             for member in unit.members:
                 member.parameter.__class__ = ResidentParameter
 
     def _leave(self, unit: Unit) -> None:
         if unit.pins == 1:
-            if _version(unit) != self._versions[unit.index]:
-                self._follow(unit, Span(0, unit.layout.numel))
+            before, now = self._versions[unit.index], _versions(unit)
+            changed = [m for m, old, new in zip(unit.members, before, now, strict=True) if old != new]
+            if changed:
+                self._follow(unit, changed)
             for member in unit.members:
                 member.parameter.__class__ = OffloadedParameter
         self._residency.unpin(unit)
@@ -184,6 +186,11 @@ class Runtime:
             gradient = RAW_GRAD(parameter)
             if gradient is None:
                 return
+            if gradient.requires_grad:
+                raise NotImplementedError(
+                    f"backward(create_graph=True) on an offloaded parameter ({unit.members[index].name!r}): p.grad "
+                    "is a host buffer without a graph. Use torch.autograd.grad(..., create_graph=True) instead"
+                )
             self._norm_is_fresh = False
             self.gradients.arrived(unit, index, gradient)
             SET_RAW_GRAD(parameter, None)
@@ -199,7 +206,7 @@ class Runtime:
         unit, index = self.place_of(parameter)
         self._norm_is_fresh = False
         if value is None:
-            self._clip_factor = None  # zero_grad(): the gradients it was made from are gone
+            self._clip_factors.pop(id(parameter), None)  # the gradient it was made from is gone
         with torch.no_grad():
             self.gradients.set(unit, index, value)
 
@@ -219,15 +226,22 @@ class Runtime:
         for buffer, before in zip(taken, present, strict=True):
             buffer.present = before  # as after a plain step(): there until zero_grad()
 
-    def set_clip_factor(self, factor: float, fresh: bool = True) -> None:
-        """Multiply gradients by this in the next update, in the pass that reads them anyway; NaN leaves it out."""
-        self._clip_factor, self._norm_is_fresh = factor, fresh
+    def set_clip_factor(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
+        """Multiply these gradients by this in their next update, in the pass that reads them anyway; NaN forbids it."""
+        self._clip_factors.update(dict.fromkeys((id(p) for p in parameters), factor))
+        self._norm_is_fresh = True
 
-    def take_clip_factor(self) -> tuple[float, bool]:
-        """The factor (1 if none was set) and whether the gradients are the ones it was made from."""
-        factor, fresh = self._clip_factor, self._norm_is_fresh
-        self._clip_factor, self._norm_is_fresh = None, False
-        return (1.0, False) if factor is None else (factor, fresh)
+    def clip_factor(self, parameter: nn.Parameter) -> float:
+        return self._clip_factors.get(id(parameter), 1.0)
+
+    def forget_clip_factors(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Their update was promised or left out."""
+        for parameter in parameters:
+            self._clip_factors.pop(id(parameter), None)
+
+    def norm_is_fresh(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Are these gradients unchanged since their norm was taken for clipping?"""
+        return self._norm_is_fresh and all(id(p) in self._clip_factors for p in parameters)
 
     def settle(self) -> None:
         """Finish an update that was promised and failed half-way; raises again while the fault lasts."""
@@ -253,19 +267,22 @@ class Runtime:
     def written(self, unit: Unit, target: torch.Tensor, source: torch.Tensor | None) -> None:
         """Owner: weights were changed in place; the master follows, exactly if a whole parameter was copied."""
         member = self._whole_member(unit, target)
-        if member is not None:
-            self._follow(unit, member_span(member))
-            if source is not None and source.numel() == member.slot.numel and not source.is_meta:
-                set_master(self.state, unit, member, source)
-        else:
-            self._follow(unit, Span(0, unit.layout.numel))
-        self._versions[unit.index] = _version(unit)
+        self._follow(unit, unit.members if member is None else [member])
+        if member is not None and source is not None and source.numel() == member.slot.numel and not source.is_meta:
+            set_master(self.state, unit, member, source)
+        # Only what was followed: another member may have changed as well, and waits for the end of the frame.
+        now, followed = _versions(unit), unit.members if member is None else [member]
+        for index, one in enumerate(unit.members):
+            if one in followed:
+                self._versions[unit.index][index] = now[index]
 
-    def _follow(self, unit: Unit, span: Span) -> None:
+    def _follow(self, unit: Unit, members: Sequence[Member]) -> None:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self.parts.transfers.store(unit)
-            follow_weights(self.state, unit, span, self.host_weights(unit))
-        unit.version += 1
+            weights = self.host_weights(unit)
+            for member in members:
+                follow_weights(self.state, unit, member_span(member), weights)
+        unit.writes += 1
 
     def host_weights(self, unit: Unit) -> torch.Tensor:
         """The flat weights of a resident unit where the host can read them (a copy unless it sees compute memory)."""
@@ -303,13 +320,17 @@ class Runtime:
         self.parts.transfers.read(unit.home, memory.tensor[: unit.home.nbytes])
         return unit.weights(memory.tensor)
 
-    def replace_weights(self, unit: Unit, weights: torch.Tensor) -> None:
-        """TileSource: the other way round; masters follow where weights changed."""
+    def replace_weights(self, unit: Unit, weights: torch.Tensor, exact: torch.Tensor | None) -> None:
+        """TileSource: the other way round; masters follow where weights changed, or become ``exact``."""
         buffer = HostMemory(unit.home.nbytes).tensor[: unit.home.nbytes]
         unit.weights(buffer).copy_(weights)
         self.parts.transfers.write(unit.home, buffer)
         follow_weights(self.state, unit, Span(0, unit.layout.numel), weights)
-        unit.version += 1
+        if exact is not None:
+            set_master(self.state, unit, unit.members[0], exact)
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.autograd.graph.increment_version(unit.members[0].parameter)
+        unit.writes += 1
 
     @staticmethod
     def _whole_member(unit: Unit, target: torch.Tensor) -> Member | None:
@@ -322,7 +343,11 @@ class Runtime:
 
     def prepare_state(self, unit: Unit, member: Member) -> None:
         """Make optimizer state for a parameter that was frozen when the model was wrapped."""
-        if not self.state.has(unit, member):
+        if self.state.has(unit, member):
+            return
+        if unit.tile:
+            self.state.add_member(unit, member, self.host_copy(unit))
+        else:
             with self.resident([unit]):
                 self.state.add_member(unit, member, self.host_weights(unit))
 
@@ -336,7 +361,7 @@ class Runtime:
         self._finalizer()
 
 
-def _version(unit: Unit) -> int:
-    """Changes with each in-place change of any of the unit's parameters."""
+def _versions(unit: Unit) -> list[int]:
+    """Torch's counters of in-place changes of the unit's parameters."""
     with torch._C.DisableTorchFunctionSubclass():
-        return sum(m.parameter._version for m in unit.members)
+        return [m.parameter._version for m in unit.members]

@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload.sharding.unit import Unit
@@ -31,6 +32,7 @@ _Hook = Callable[[Any], Any]
 
 class _Weight(NamedTuple):
     unit: Unit
+    parameter: nn.Parameter
     version: int
     dtype: torch.dtype
     offset: int
@@ -66,10 +68,12 @@ class SavedTensors:
     def _unpack(self, packed: Any) -> Any:
         if isinstance(packed, _Weight):
             unit = packed.unit
-            if packed.version != unit.version:
+            with torch._C.DisableTorchFunctionSubclass():
+                version = packed.parameter._version
+            if version != packed.version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a weight of unit {unit.name!r} is at version {unit.version}; expected version {packed.version} "
+                    f"a weight of unit {unit.name!r} is at version {version}; expected version {packed.version} "
                     "instead. It was changed (by optimizer.step() or in place) between this forward and its backward"
                 )
             self._use(unit)
@@ -97,8 +101,10 @@ class _Pack:
         with torch._C.DisableTorchFunctionSubclass():
             unit = unit_of(tensor)
             if unit is not None and not unit.permanent:
+                offset = int(tensor.storage_offset())
+                parameter = unit.member_at(offset).parameter
                 return _Weight(
-                    unit, unit.version, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
+                    unit, parameter, parameter._version, tensor.dtype, offset, tensor.size(), tensor.stride()
                 )
             if self._outer is not None and self._outer_unpack is not None:
                 return _Foreign(self._outer(tensor), self._outer_unpack)

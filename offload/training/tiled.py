@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from offload.errors import BudgetError
@@ -29,8 +30,8 @@ class TileSource(Protocol):
     def host_copy(self, unit: Unit) -> torch.Tensor:
         """The unit's flat weights in host memory of their own."""
 
-    def replace_weights(self, unit: Unit, weights: torch.Tensor) -> None:
-        """Flat host weights become the unit's; masters follow where they changed."""
+    def replace_weights(self, unit: Unit, weights: torch.Tensor, exact: torch.Tensor | None) -> None:
+        """Flat host weights become the unit's; masters follow where they changed, or become ``exact``."""
 
 
 def call(
@@ -63,16 +64,20 @@ def _on_host(
     kwargs: dict[str, Any],
 ) -> Any:
     """Without gradients, anything runs on a copy in host memory; changes are written back."""
+    slot = unit.members[0].slot
     flat = source.host_copy(unit)
     here = {id(t): flat.as_strided(t.size(), t.stride(), int(t.storage_offset())) for t in looked_at}
     version = flat._version
     result = func(*replaced(args, here), **replaced(kwargs, here))
     if flat._version != version:
-        source.replace_weights(unit, flat)
+        whole = func is torch.Tensor.copy_ and args[0].numel() == slot.numel and args[0].is_contiguous()
+        source.replace_weights(unit, flat, args[1] if whole and args[1].numel() == slot.numel else None)
     originals = {id(here[id(t)]): t for t in looked_at}
-    if isinstance(result, torch.Tensor) and id(result) not in originals:
-        return result.to(unit.region.flat.device)
-    return originals.get(id(result), result)
+    if not isinstance(result, torch.Tensor) or id(result) in originals:
+        return originals.get(id(result), result)
+    if result.untyped_storage()._cdata == flat.untyped_storage()._cdata:  # a view: of the matrix, not of our copy
+        return unit.region.tensor(result.dtype, int(result.storage_offset()), result.size(), result.stride())
+    return result.to(unit.region.flat.device)
 
 
 class _TiledLinear(torch.autograd.Function):
@@ -81,27 +86,36 @@ class _TiledLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, matrix: torch.Tensor, source: TileSource, unit: Unit) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.source, ctx.unit, ctx.version = source, unit, unit.version
-        out = x.new_empty(*x.shape[:-1], unit.members[0].slot.shape[0])
+        ctx.source, ctx.unit, ctx.version = source, unit, matrix._version
+        device = x.device.type
+        ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        out = None
         for first, last, rows in source.tiles(unit):
-            out[..., first:last] = x @ rows.t()
+            part = x @ rows.t()
+            if out is None:
+                out = part.new_empty(*x.shape[:-1], unit.members[0].slot.shape[0])
+            out[..., first:last] = part
+        assert out is not None
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         (x,), (gradient,), unit = ctx.saved_tensors, gradients, ctx.unit
-        if unit.version != ctx.version:
+        version = unit.members[0].parameter._version
+        if version != ctx.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: the "
-                f"weight of unit {unit.name!r} is at version {unit.version}; expected version {ctx.version} instead"
+                f"weight of unit {unit.name!r} is at version {version}; expected version {ctx.version} instead"
             )
         dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = torch.zeros_like(x)
-            for first, last, rows in ctx.source.tiles(unit):
-                dx += gradient[..., first:last] @ rows
-        if ctx.needs_input_grad[1]:
-            dw = gradient.reshape(-1, gradient.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+        with torch.autocast(ctx.autocast[0], dtype=ctx.autocast[1], enabled=ctx.autocast[2]):
+            if ctx.needs_input_grad[0]:
+                dx = torch.zeros_like(x)
+                for first, last, rows in ctx.source.tiles(unit):
+                    dx += gradient[..., first:last] @ rows
+            if ctx.needs_input_grad[1]:
+                dw = gradient.reshape(-1, gradient.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
         return dx, dw, None, None
 
 

@@ -20,7 +20,7 @@ import torch
 
 from offload.sharding.homes import ComputeHome, HostHome, SwapHome
 from offload.sharding.layout import Span
-from offload.sharding.unit import StateBlock, Unit
+from offload.sharding.unit import Member, StateBlock, Unit
 from offload.storage.device import Device
 from offload.storage.memory import HostMemory
 from offload.storage.staging import StagingPool
@@ -36,6 +36,7 @@ class UnitUpdate:
     """The parameters of one unit that are updated: spans with their rules, ascending, and the flat gradient."""
 
     unit: Unit
+    members: list[Member]
     pieces: list[tuple[Span, UpdateRule]]
     gradient: torch.Tensor
 
@@ -240,9 +241,8 @@ class PendingUpdate:
         here = unit.region.flat
         delivered = weights.data_ptr() == here.data_ptr()
         self._current, self._weights = None, None
-        unit.version += 1
         with torch._C.DisableTorchFunctionSubclass():
-            torch.autograd.graph.increment_version([m.parameter for m in unit.members])
+            torch.autograd.graph.increment_version([m.parameter for m in update.members])
 
         def done() -> None:
             self.residency.unpin(unit)

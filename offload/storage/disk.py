@@ -14,9 +14,9 @@ __all__ = ["existing_ancestor", "file_size_limit", "free_disk", "spread"]
 
 
 def existing_ancestor(path: str | os.PathLike[str]) -> Path:
-    """`path`, or the nearest directory above it that exists."""
+    """`path`, or the nearest directory above it that exists (and that we may know of)."""
     found = Path(os.path.abspath(path))
-    while not found.exists() and found != found.parent:
+    while not os.path.exists(found) and found != found.parent:
         found = found.parent
     return found
 

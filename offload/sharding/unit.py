@@ -56,6 +56,7 @@ class Member:
     name: str
     slot: Slot
     step: int = 0
+    optimizer: int = 0  # serial number of the optimizer whose moments these are
 
 
 @dataclass(eq=False)

@@ -7,6 +7,7 @@ Parameter groups, schedulers, ``zero_grad`` and ``GradScaler`` are torch's own. 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -24,6 +25,8 @@ from offload.training.runtime import Runtime
 from offload.training.state import read_member, write_moments
 from offload.training.update import UnitUpdate, merged
 
+_serials = itertools.count(1)
+
 
 class OffloadedOptimizer(torch.optim.Optimizer):
     """What all of them share. ``skipped_steps`` counts steps left out for a gradient that was not finite."""
@@ -32,6 +35,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._runtime: Runtime | None = None
+        self._serial = next(_serials)
         self.skipped_steps = 0
         listed = params if isinstance(params, torch.Tensor) else list(params)
         if not isinstance(listed, torch.Tensor) and not listed:
@@ -66,6 +70,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             zero = torch.zeros(member.slot.shape)
             write_moments(runtime.state, unit, member, zero, zero)
             member.step = 0
+        member.optimizer = self._serial
 
     def _check(self, group: dict[str, Any]) -> None:
         """Raise ValueError for values that make no sense."""
@@ -123,6 +128,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 if not runtime.gradients.buffer(unit).present[index]:
                     continue
                 member = unit.members[index]
+                if member.optimizer != self._serial:
+                    raise OffloadError(
+                        f"parameter {member.name!r} has been given to another optimizer, which started its moments "
+                        "anew; step that one, or build a new one for all parameters"
+                    )
                 runtime.prepare_state(unit, member)
                 rule = self._rule(group, member.step + 1, runtime.clip_factor(parameter))
                 due.setdefault(unit, []).append(member)

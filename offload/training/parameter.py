@@ -34,6 +34,9 @@ class Owner(Protocol):
     def touching(self, units: list[Unit]) -> AbstractContextManager[None]:
         """The units are resident and stay, and what autograd saves is packed, inside the context."""
 
+    def packing(self) -> AbstractContextManager[Any]:
+        """What autograd saves inside the context is packed."""
+
     def fit(self, units: list[Unit]) -> bool:
         """Could these units be in compute memory at the same time?"""
 
@@ -174,8 +177,10 @@ def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
                 return torch.autograd.graph.get_gradient_edge(tensor)
         return tensor
 
+    owner = next(_entry(t)[0] for t in tensors(inputs) if isinstance(t, OffloadedParameter | OffloadedView))
     inputs = [edge(t) for t in inputs] if isinstance(inputs, list | tuple) else edge(inputs)
-    return torch.autograd.grad(outputs, inputs, *args, **kwargs)
+    with owner.packing():  # with create_graph, what this backward saves is backward's own weights
+        return torch.autograd.grad(outputs, inputs, *args, **kwargs)
 
 
 def _one_by_one(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any:

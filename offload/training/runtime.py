@@ -149,6 +149,10 @@ class Runtime:
         finally:
             self.after_forward(frame)
 
+    def packing(self) -> AbstractContextManager[Any]:
+        """Owner: what autograd saves inside the context is packed."""
+        return self._saved.packing(touch=True)
+
     def fit(self, units: list[Unit]) -> bool:
         """Owner: could these units be in compute memory at the same time?"""
         return self._residency.fit(units)

@@ -242,6 +242,7 @@ class _Builder:
         def close() -> None:
             update_thread.shutdown(wait=True)
             transfers.close()
+            device.drain()
             allocation.unlock()
             for opened in (swap, backend, device):
                 if opened is not None:

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-# Elements worked on at a time. On the CPU temporaries of 1 MiB stay in the cache; an accelerator needs longer kernels.
-_CHUNK = 1 << 18
+# Elements worked on at a time: a block of optimizer state (sharding.layout.BLOCK) in one go, so that an update that
+# fails has changed nothing of it. An accelerator needs longer kernels.
+_CHUNK = 1 << 19
 _ACCELERATOR_CHUNK = 1 << 22
 
 # Shape of the sum of squares, as in native/kernels.h and kernels.cpp.
@@ -116,18 +117,18 @@ def _chunks(tensor: torch.Tensor) -> list[slice]:
 def _update(
     param: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, s: AdamScalars, decoupled: bool
 ) -> None:
-    p = param.float()  # the tensor itself when it is fp32
-    g = grad.float() * s.grad_scale
+    # Everything is computed beside what it replaces, and copied at the end: a failed allocation leaves all as it was.
+    p, g = param.float(), grad.float() * s.grad_scale
     if decoupled:
-        p.mul_(s.decay)
+        p = p * s.decay
     else:
         g.add_(p * s.decay)
-    m.mul_(s.beta1).add_(g * s.one_minus_beta1)
-    v.mul_(s.beta2).add_((g * g).mul_(s.one_minus_beta2))
-    d = _sqrt(v).mul_(s.inv_sqrt_bias2).add_(s.eps)
-    p.sub_((m / d).mul_(s.step_size))
-    if p.dtype != param.dtype:
-        param.copy_(p)
+    new_m = (m * s.beta1).add_(g * s.one_minus_beta1)
+    new_v = (v * s.beta2).add_((g * g).mul_(s.one_minus_beta2))
+    d = _sqrt(new_v).mul_(s.inv_sqrt_bias2).add_(s.eps)
+    p = p - (new_m / d).mul_(s.step_size)
+    for old, new in ((m, new_m), (v, new_v), (param, p)):
+        old.copy_(new)
 
 
 def _sqrt(x: torch.Tensor) -> torch.Tensor:

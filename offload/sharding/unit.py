@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import enum
 import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -72,11 +73,14 @@ class Unit:
     state: State = State.AWAY
     ticket: Ticket | None = None  # of the fetch under way
     pins: int = 0
+    keep: bool = False  # holds writes that have not reached its home
     writes: int = 0  # times that weights were changed other than by an update
     tile: int = 0  # bytes of compute memory for tiles of a matrix that is never here whole; 0 for any other unit
     used_at: int = 0  # for least-recently-used eviction
     # Views that fetch when touched (training.parameter.OffloadedView): aliases that do not keep the memory here.
     views: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    # Copies that took the place of a view, by what they are copies of, each with its version then.
+    copies: dict[Hashable, tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -99,6 +103,18 @@ class Unit:
         """Know ``tensor`` as a view that fetches; by identity, since tensors compare by value."""
         key, views = id(tensor), self.views
         views[key] = weakref.ref(tensor, lambda _: views.pop(key, None))
+
+    def drop_view(self, tensor: torch.Tensor, copy_of: Hashable) -> None:
+        """``tensor`` no longer looks at this unit's memory: it is a copy of what was at ``copy_of``."""
+        self.views.pop(id(tensor), None)
+        self.copies = {key: (ref, version) for key, (ref, version) in self.copies.items() if ref() is not None}
+        self.copies.setdefault(copy_of, (weakref.ref(tensor), tensor._version))
+
+    def copy_of(self, place: Hashable) -> torch.Tensor | None:
+        """A tensor that became a copy of ``place`` and has not been changed since."""
+        ref, version = self.copies.get(place, (lambda: None, 0))
+        copy = ref()
+        return copy if copy is not None and copy._version == version else None
 
     @property
     def aliased(self) -> bool:

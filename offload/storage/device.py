@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
+import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -101,6 +104,13 @@ class Device(ABC):
 
     @abstractmethod
     def unpin(self, memory: HostMemory) -> None: ...
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Kernels that are started inside the context, from whatever thread, are ordered with compute."""
+        return contextlib.nullcontext()
+
+    def drain(self) -> None:  # noqa: B027  copies that tickets wait for are over when their tickets are
+        """Wait for every copy that was asked for."""
 
     def count_copies(self) -> None:  # noqa: B027  only a stream finishes copies without anybody's doing
         """Bring the counters of the lanes up to date."""
@@ -218,6 +228,7 @@ class CudaDevice(Device):
         self._compute: Any = torch.cuda.current_stream(device)
         self._streams = {lane: _cuda.Stream(device) for lane in ("h2d", "d2h")}
         self._under_way: collections.deque[tuple[str, Any, Any, int]] = collections.deque()
+        self._counting = threading.Lock()
 
     def region(self, nbytes: int) -> Region:
         return _CudaRegion(max(nbytes, 1), self.torch_device, self._compute)
@@ -237,15 +248,28 @@ class CudaDevice(Device):
             start.record(stream)
             dst.copy_(src, non_blocking=True)
             end.record(stream)
+        with self._counting:
+            self._under_way.append((lane, start, end, src.numel() * src.element_size()))
         self.count_copies()
-        self._under_way.append((lane, start, end, src.numel() * src.element_size()))
         return _StreamTicket(end, self._compute, (dst, src))
 
     def count_copies(self) -> None:
-        while self._under_way and self._under_way[0][2].query():
-            lane, start, end, nbytes = self._under_way.popleft()
-            now = time.monotonic_ns()
-            self._lanes[lane].record(now - int(start.elapsed_time(end) * 1e6), now, nbytes)
+        with self._counting:  # copies are asked for by several threads
+            while self._under_way and self._under_way[0][2].query():
+                lane, start, end, nbytes = self._under_way.popleft()
+                now = time.monotonic_ns()
+                self._lanes[lane].record(now - int(start.elapsed_time(end) * 1e6), now, nbytes)
+
+    def computing(self) -> AbstractContextManager[Any]:
+        stream: AbstractContextManager[Any] = torch.cuda.stream(self._compute)
+        return stream
+
+    def drain(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def close(self) -> None:
+        self.drain()
 
     def pin(self, memory: HostMemory) -> bool:
         code = _cuda.cudart().cudaHostRegister(memory.tensor.data_ptr(), memory.nbytes, 0)

@@ -29,7 +29,8 @@ class HostMemory:
 
     def another_tensor(self) -> torch.Tensor:
         """All bytes as uint8, with a storage object of its own."""
-        return torch.frombuffer(self._map, dtype=torch.uint8)
+        with torch.inference_mode(False):  # a buffer outlives the mode in which it happened to be made
+            return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def discard(self) -> None:
         """Give the pages back; the next read sees zeros at the same address."""

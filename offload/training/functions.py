@@ -28,7 +28,7 @@ _PROPERTIES = """
 _QUESTIONS = """
     size dim ndimension stride numel nelement element_size is_floating_point is_complex is_signed is_contiguous
     storage_offset requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad get_device is_shared
-    is_inference is_same_size data_ptr untyped_storage dim_order has_names is_conj is_neg __hash__ _is_view
+    is_inference is_same_size data_ptr untyped_storage dim_order has_names is_conj is_neg __hash__ __len__ _is_view
 """
 _LIKE = """
     is_floating_point is_complex is_signed numel is_same_size result_type is_conj is_neg is_inference
@@ -51,7 +51,9 @@ ALIASES: frozenset[Function] = frozenset(
 )
 """Their result is another tensor over the same memory, made without reading it."""
 
-COPIES: frozenset[Function] = frozenset(_named(torch.Tensor, "numpy __array__ __reduce_ex__ __deepcopy__ tolist"))
+COPIES: frozenset[Function] = frozenset(
+    _named(torch.Tensor, "numpy __array__ __format__ __reduce_ex__ __deepcopy__ tolist")
+)
 """Their result would look at the memory behind torch's back, or outlive it: they get a copy."""
 
 POINTERS: frozenset[Function] = frozenset(_named(torch.Tensor, "data_ptr untyped_storage storage"))

@@ -17,6 +17,7 @@ from offload.storage.device import Device
 from offload.storage.memory import view
 from offload.storage.ticket import Ticket
 
+_UNDER_WAY = 8  # gradients that may wait on the device for their copy
 _OURS = 2  # references to a view that nobody else holds: a local name, and the question itself
 
 
@@ -74,6 +75,7 @@ class Gradients:
         buffer, gradient = self._buffers[unit.index], gradient.detach()
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
+        gradient = gradient.to(buffer.dtype)  # first, so that it is rounded once and alike wherever it is added
         target = buffer.view(index)
         if self._device.host_visible or target.device == gradient.device != torch.device("cpu"):
             if buffer.present[index]:
@@ -81,11 +83,11 @@ class Gradients:
             else:
                 target.copy_(gradient)
         else:
-            self._bring(target, gradient.to(buffer.dtype).contiguous(), buffer.present[index])
+            self._bring(target, gradient.contiguous(), buffer.present[index])
         buffer.present[index] = True
 
     def _bring(self, target: torch.Tensor, gradient: torch.Tensor, add: bool) -> None:
-        while self._under_way and self._under_way[0][0].done():
+        while self._under_way and (self._under_way[0][0].done() or len(self._under_way) >= _UNDER_WAY):
             self._under_way.popleft()[0].wait()
         if not add:
             self._under_way.append((self._device.download(target, gradient), gradient))

@@ -71,12 +71,18 @@ def _not_compiled(hook: Hook) -> Hook:
 
 def _on_gradient(runtime: Runtime, parameter: nn.Parameter) -> RemovableHandle:
     # torch takes this hook only while the parameter requires a gradient, and a frozen one may be unfrozen later.
+    # A weak reference: the garbage collector does not see cycles through autograd's own hooks.
+    owner = weakref.ref(runtime)
+
+    def accept(p: nn.Parameter) -> None:
+        alive = owner()
+        if alive is not None:
+            alive.accept_gradient(p)
+
     frozen = not parameter.requires_grad
     if frozen:
         parameter.requires_grad_(True)
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-        runtime.accept_gradient
-    )
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(accept)  # type: ignore[no-untyped-call]
     if frozen:
         parameter.requires_grad_(False)
     return handle

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload import native
+from offload import native, torch_kernels
 from offload.errors import ConfigError, OffloadError
 from offload.sharding.layout import Span
 from offload.sharding.unit import Member, Unit
@@ -52,7 +52,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the parameters must belong to one wrapped model."""
         self._check({**self.defaults, **param_group})
-        super().add_param_group(param_group)
+        listed = param_group["params"]
+        listed = [listed] if isinstance(listed, torch.Tensor) else list(listed)
+        for parameter in listed:  # checked before anything is added
+            tensor = parameter[1] if isinstance(parameter, tuple) else parameter
+            if self._runtime is not None and runtime_of(tensor) is not self._runtime:
+                raise OffloadError("expected parameters of one wrapped model, found several; use an optimizer for each")
+            runtime_of(tensor)
+        super().add_param_group({**param_group, "params": listed})
         for parameter in self.param_groups[-1]["params"]:
             runtime = runtime_of(parameter)
             if self._runtime is not None and runtime is not self._runtime:
@@ -95,6 +102,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise OffloadError("the model of this optimizer has been unwrapped; use a torch optimizer for it now")
         runtime.settle()
         runtime.gradients.wait()
+        for group in self.param_groups:
+            self._check(group)  # a schedule may have set what makes no sense; nothing may fail once it is promised
         mine = [p for group in self.param_groups for p in group["params"]]
         if not self._finite(runtime, mine):
             self.skipped_steps += 1
@@ -110,9 +119,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _finite(runtime: Runtime, parameters: list[nn.Parameter]) -> bool:
         if not all(math.isfinite(runtime.clip_factor(p)) for p in parameters):
             return False
-        if runtime.norm_is_fresh(parameters):
-            return True
         for parameter in parameters:
+            if runtime.norm_was_taken(parameter):
+                continue
             gradient = runtime.gradients.get(*runtime.place_of(parameter))
             if gradient is not None and not math.isfinite(sum_squares(gradient)):
                 return False
@@ -196,9 +205,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 def sum_squares(gradient: torch.Tensor) -> float:
     """Sum of squares in double; not finite if an element is not."""
-    if gradient.device.type == "cpu":
-        return native.sum_squares(gradient)
-    return float(gradient.double().square().sum())
+    return native.sum_squares(gradient) if gradient.device.type == "cpu" else torch_kernels.sum_squares(gradient)
 
 
 def runtime_of(parameter: Any) -> Runtime:

@@ -51,16 +51,17 @@ class Owner(Protocol):
     def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None: ...
 
 
-_registry: dict[int, tuple[weakref.ref[Owner], Unit]] = {}
+_registry: dict[int, tuple[weakref.ref[Owner], weakref.ref[Unit]]] = {}
 
 
 def register(owner: Owner, unit: Unit) -> None:
     """Make every tensor over the unit's storage known as the unit's."""
-    _registry[unit.region.key] = (weakref.ref(owner), unit)
+    _registry[unit.region.key] = (weakref.ref(owner), weakref.ref(unit))
 
 
-def unregister(unit: Unit) -> None:
-    _registry.pop(unit.region.key, None)
+def unregister(key: int) -> None:
+    """Forget the storage of this key, whose address may be used again."""
+    _registry.pop(key, None)
 
 
 def unit_of(tensor: torch.Tensor) -> Unit | None:
@@ -68,18 +69,18 @@ def unit_of(tensor: torch.Tensor) -> Unit | None:
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return None
     entry = _registry.get(tensor.untyped_storage()._cdata)
-    return entry[1] if entry else None
+    return entry[1]() if entry else None
 
 
 def _entry(tensor: torch.Tensor) -> tuple[Owner, Unit]:
     with _Disabled():
         entry = _registry.get(tensor.untyped_storage()._cdata)
-    owner = entry[0]() if entry else None
-    if entry is None or owner is None:
+    owner, unit = (entry[0](), entry[1]()) if entry else (None, None)
+    if owner is None or unit is None:
         raise OffloadError(
             "this parameter belongs to an offloaded model that no longer exists; keep the model, or unwrap it first"
         )
-    return owner, entry[1]
+    return owner, unit
 
 
 def owner_of(tensor: torch.Tensor) -> Owner:
@@ -244,8 +245,17 @@ def _set_data(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _make_plain(alias: OffloadedView) -> None:
-    """Who asks for a pointer will read behind our back, so the view becomes a tensor with a copy of its own."""
-    copy = alias.detach().clone()
+    """Who asks for a pointer will read behind our back, so the view becomes a tensor with a copy of its own.
+
+    Two views of one place get one copy, as long as nobody changed either: tied weights are found by their pointers.
+    """
+    unit = _entry(alias)[1]
+    with _Disabled():
+        offset = int(alias.storage_offset())
+        version = unit.writes, unit.member_at(offset).parameter._version
+        place = alias.dtype, offset, alias.size(), alias.stride(), version
+        known = unit.copy_of(place)
+    copy = alias.detach().clone() if known is None else known
     with _Disabled():
         if alias.requires_grad:
             raise OffloadError(
@@ -254,6 +264,7 @@ def _make_plain(alias: OffloadedView) -> None:
             )
         alias.__class__ = torch.Tensor  # type: ignore[assignment]
         alias.data = copy
+        unit.drop_view(alias, place)
 
 
 def _guard(result: Any) -> Any:

@@ -63,8 +63,7 @@ class Residency:
     def borrow(self, region: Region, name: str) -> Iterator[None]:
         """Room for a region that is no unit's, inside the context."""
         self._find_room(region.nbytes, name)
-        self._tier.take(region.nbytes, KIND)
-        region.commit()
+        self._take(region)
         try:
             yield
         finally:
@@ -104,16 +103,22 @@ class Residency:
         """Give the memory of a unit back; its weights are at home, unchanged."""
         if unit.permanent or unit.state is State.AWAY:
             return
-        if unit.ticket is not None:
-            unit.ticket.order_compute()
-            unit.ticket = None
+        ticket, unit.ticket = unit.ticket, None
+        if ticket is not None:
+            with suppress(OSError):  # nobody will read what this fetch would have brought
+                ticket.order_compute()
         unit.region.release()
         unit.state = State.AWAY
         self._tier.give(unit.region.nbytes, KIND)
 
     def _start(self, unit: Unit) -> None:
         self._commit(unit)
-        unit.ticket = self._transfers.fetch(unit)
+        try:
+            unit.ticket = self._transfers.fetch(unit)
+        except BaseException:
+            unit.region.release()
+            self._tier.give(unit.region.nbytes, KIND)
+            raise
         unit.state = State.FETCHING
 
     def _land(self, unit: Unit) -> None:
@@ -130,8 +135,15 @@ class Residency:
 
     def _commit(self, unit: Unit) -> None:
         self._find_room(unit.region.nbytes, unit.name)
-        self._tier.take(unit.region.nbytes, KIND)
-        unit.region.commit()
+        self._take(unit.region)
+
+    def _take(self, region: Region) -> None:
+        self._tier.take(region.nbytes, KIND)
+        try:
+            region.commit()
+        except BaseException:
+            self._tier.give(region.nbytes, KIND)
+            raise
 
     def _find_room(self, nbytes: int, name: str) -> None:
         if self._make_room(nbytes) or (gc.collect() and self._make_room(nbytes)):
@@ -163,4 +175,4 @@ class Residency:
         return [u for u in self._units if u.state is not State.AWAY and not u.permanent]
 
     def _releasable(self, unit: Unit) -> bool:
-        return not unit.pins and not unit.permanent and not unit.aliased
+        return not unit.pins and not unit.keep and not unit.permanent and not unit.aliased

@@ -1,6 +1,6 @@
 """Update rules: the arithmetic of one step on fp32 masters, by algorithm. Frozen, as it was when ``step()`` was called.
 
-Adam has a native kernel. Lion and SGD are few operations and run as torch operations on chunks that stay in the cache;
+Adam has a native kernel. Lion and SGD are few operations and run as torch operations on one block at a time;
 each is rounded on its own, so the bits are the same on every tier.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 from offload import native, torch_kernels
 
-_CHUNK = 1 << 16  # elements of fp32 temporaries at a time
+_CHUNK = 1 << 19  # elements at a time: a block of state in one go, computed beside what it replaces (see torch_kernels)
 
 
 class UpdateRule(Protocol):
@@ -88,9 +88,10 @@ class LionRule:
             p, m = master[at], exp_avg[at]
             g = gradient[at].float() * self.grad_scale
             direction = (m * beta1).add_(g * (1 - beta1)).sign_()
-            p.mul_(1 - self.lr * self.weight_decay).sub_(direction.mul_(self.lr))
-            m.mul_(beta2).add_(g.mul_(1 - beta2))
-            out[at].copy_(p)
+            new_p = (p * (1 - self.lr * self.weight_decay)).sub_(direction.mul_(self.lr))
+            new_m = (m * beta2).add_(g.mul_(1 - beta2))
+            for old, new in ((p, new_p), (m, new_m), (out[at], new_p)):
+                old.copy_(new)
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,14 @@ class SgdRule:
             if self.weight_decay:
                 g.add_(p * self.weight_decay)
             if self.momentum:
-                if self.step == 1:
-                    velocity.copy_(g)
-                else:
-                    velocity.mul_(self.momentum).add_(g * (1 - self.dampening))
-                g = g.add_(velocity * self.momentum) if self.nesterov else velocity
-            p.sub_(g * self.lr)
-            out[at].copy_(p)
+                first = self.step == 1
+                v = g.clone() if first else (velocity * self.momentum).add_(g * (1 - self.dampening))
+                g = g.add_(v * self.momentum) if self.nesterov else v
+            else:
+                v = velocity
+            new_p = p - g * self.lr
+            for old, new in ((velocity, v), (p, new_p), (out[at], new_p)):
+                old.copy_(new)
 
 
 def _chunks(tensor: torch.Tensor) -> list[slice]:

@@ -6,9 +6,10 @@ The methods stand in the order of a step: forward, backward, gradients, update, 
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,11 +89,12 @@ class Runtime:
         self._saved = SavedTensors(self._use_in_backward, lambda: self._residency.prefetch(training=True))
         self._frames: list[Frame] = []
         self._versions: dict[int, list[int]] = {}
+        self._unfollowed: set[int] = set()  # units with writes that have not reached home and masters
         self._places = {id(m.parameter): (u, i) for u in self.units for i, m in enumerate(u.members)}
         self._pending: PendingUpdate | None = None
-        self._clip_factors: dict[int, float] = {}  # by parameter (its id)
-        self._norm_is_fresh = False
-        self._finalizer = weakref.finalize(self, parts.close)
+        # By parameter (its id): the factor, and the version of the gradient that it was made from.
+        self._clip_factors: dict[int, tuple[float, int]] = {}
+        self._finalizer = weakref.finalize(self, _close, [u.region.key for u in self.units], parts.close)
         for unit in self.units:
             register(self, unit)
 
@@ -137,8 +139,9 @@ class Runtime:
             return  # recovered already
         self._frames.remove(frame)
         frame.packing.__exit__(None, None, None)
-        for unit in frame.units:
-            self._leave(unit)
+        with ExitStack() as leaving:  # all of them, also if one raises
+            for unit in reversed(frame.units):
+                leaving.callback(self._leave, unit)
 
     @contextmanager
     def touching(self, units: list[Unit]) -> Iterator[None]:
@@ -161,20 +164,29 @@ class Runtime:
         self.settle()
         self._residency.use(unit, training=torch.is_grad_enabled())
         self._residency.pin(unit)
-        if unit.pins == 1:
+        if unit.pins == 1 and unit.index not in self._unfollowed:
             self._versions[unit.index] = _versions(unit)
+        if unit.pins == 1:
             for member in unit.members:
                 member.parameter.__class__ = ResidentParameter
 
     def _leave(self, unit: Unit) -> None:
-        if unit.pins == 1:
-            before, now = self._versions[unit.index], _versions(unit)
-            changed = [m for m, old, new in zip(unit.members, before, now, strict=True) if old != new]
-            if changed:
-                self._follow(unit, changed)
-            for member in unit.members:
-                member.parameter.__class__ = OffloadedParameter
-        self._residency.unpin(unit)
+        """Let go; what was written meanwhile reaches home and masters. If that fails, the unit stays until it does."""
+        try:
+            if unit.pins == 1:
+                before, now = self._versions[unit.index], _versions(unit)
+                changed = [m for m, old, new in zip(unit.members, before, now, strict=True) if old != new]
+                if changed:
+                    self._unfollowed.add(unit.index)
+                    unit.keep = True
+                    self._follow(unit, changed)
+                    self._unfollowed.discard(unit.index)
+                    unit.keep = False
+        finally:
+            if unit.pins == 1:
+                for member in unit.members:
+                    member.parameter.__class__ = OffloadedParameter
+            self._residency.unpin(unit)
 
     # Backward
 
@@ -195,7 +207,6 @@ class Runtime:
                     f"backward(create_graph=True) on an offloaded parameter ({unit.members[index].name!r}): p.grad "
                     "is a host buffer without a graph. Use torch.autograd.grad(..., create_graph=True) instead"
                 )
-            self._norm_is_fresh = False
             self.gradients.arrived(unit, index, gradient)
             SET_RAW_GRAD(parameter, None)
 
@@ -208,7 +219,6 @@ class Runtime:
         """Owner: replace it, or (None) leave the parameter out of the next update."""
         self.settle()
         unit, index = self.place_of(parameter)
-        self._norm_is_fresh = False
         if value is None:
             self._clip_factors.pop(id(parameter), None)  # the gradient it was made from is gone
         with torch.no_grad():
@@ -230,22 +240,27 @@ class Runtime:
         for buffer, before in zip(taken, present, strict=True):
             buffer.present = before  # as after a plain step(): there until zero_grad()
 
-    def set_clip_factor(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
+    def set_clip_factor(self, parameters: Iterable[Any], factor: float) -> None:
         """Multiply these gradients by this in their next update, in the pass that reads them anyway; NaN forbids it."""
-        self._clip_factors.update(dict.fromkeys((id(p) for p in parameters), factor))
-        self._norm_is_fresh = True
+        for parameter in parameters:
+            self._clip_factors[id(parameter)] = (factor, self._gradient_version(parameter))
 
     def clip_factor(self, parameter: nn.Parameter) -> float:
-        return self._clip_factors.get(id(parameter), 1.0)
+        return self._clip_factors.get(id(parameter), (1.0, 0))[0]
 
     def forget_clip_factors(self, parameters: Iterable[nn.Parameter]) -> None:
         """Their update was promised or left out."""
         for parameter in parameters:
             self._clip_factors.pop(id(parameter), None)
 
-    def norm_is_fresh(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Are these gradients unchanged since their norm was taken for clipping?"""
-        return self._norm_is_fresh and all(id(p) in self._clip_factors for p in parameters)
+    def norm_was_taken(self, parameter: nn.Parameter) -> bool:
+        """Is its gradient the one whose (finite) norm clipping has taken?"""
+        found = self._clip_factors.get(id(parameter))
+        return found is not None and found[1] == self._gradient_version(parameter)
+
+    def _gradient_version(self, parameter: nn.Parameter) -> int:
+        gradient = self.gradients.get(*self.place_of(parameter))
+        return -1 if gradient is None else gradient._version
 
     def settle(self) -> None:
         """Finish an update that was promised and failed half-way; raises again while the fault lasts."""
@@ -272,7 +287,9 @@ class Runtime:
         """Owner: weights were changed in place; the master follows, exactly if a whole parameter was copied."""
         member = self._whole_member(unit, target)
         self._follow(unit, unit.members if member is None else [member])
-        if member is not None and source is not None and source.numel() == member.slot.numel and not source.is_meta:
+        # A source of the weights' own dtype has no more to say than the weights, and must not round the others.
+        exact = source is not None and source.dtype != unit.dtype and not source.is_meta
+        if member is not None and source is not None and exact and source.numel() == member.slot.numel:
             set_master(self.state, unit, member, source)
         # Only what was followed: another member may have changed as well, and waits for the end of the frame.
         now, followed = _versions(unit), unit.members if member is None else [member]
@@ -330,7 +347,7 @@ class Runtime:
         unit.weights(buffer).copy_(weights)
         self.parts.transfers.write(unit.home, buffer)
         follow_weights(self.state, unit, Span(0, unit.layout.numel), weights)
-        if exact is not None:
+        if exact is not None and exact.dtype != unit.dtype:
             set_master(self.state, unit, unit.members[0], exact)
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version(unit.members[0].parameter)
@@ -360,9 +377,17 @@ class Runtime:
         if self.closed:
             return
         self.closed = True
-        for unit in self.units:
-            unregister(unit)
         self._finalizer()
+
+
+def _close(keys: list[int], close: Callable[[], None]) -> None:
+    """Whoever lets go of the last reference closes; garbage may be found by a thread that closing waits for."""
+    for key in keys:
+        unregister(key)
+    if threading.current_thread() is threading.main_thread():
+        close()
+    else:
+        threading.Thread(target=close, name="offload-close").start()
 
 
 def _versions(unit: Unit) -> list[int]:

@@ -90,10 +90,14 @@ class PendingUpdate:
     def finish(self, thread: concurrent.futures.Executor) -> None:
         """Carry out what is left, on ``thread``. Raises what went wrong; the next call goes on from there."""
         if self._running is None:
-            self._running = thread.submit(self._run)
+            self._running = thread.submit(self._run_in_order)
         concurrent.futures.wait([self._running])
         running, self._running = self._running, None
         running.result()
+
+    def _run_in_order(self) -> None:
+        with self.device.computing():
+            self._run()
 
     def _run(self) -> None:
         try:
@@ -113,7 +117,7 @@ class PendingUpdate:
             self._end_writing()
             raise
 
-    # Reading ahead: blocks are read in order while buffers are free; one buffer at least is left for the block in hand.
+    # Reading ahead: blocks are read in order while buffers are free.
 
     def _read_ahead(self) -> None:
         for item in self._items:

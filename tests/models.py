@@ -45,7 +45,7 @@ class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1),
+            nn.Conv2d(3, 8, 3, padding=1, bias=False),  # a bias would have no gradient before a normalisation
             nn.BatchNorm2d(8),
             nn.ReLU(),
             nn.Conv2d(8, 8, 3, stride=2, bias=False),

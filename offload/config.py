@@ -92,7 +92,7 @@ class WrapConfig:
         zero_stage: 1, 2 or 3: what is sharded over ranks. With one rank all are the same.
         pin: page-lock host buffers; None: where an accelerator gains by it. Without an accelerator it has no effect.
         threads: threads of the native kernels; None: as many as this process has CPUs.
-        prefetch_units: units fetched ahead of use (0: none); None: as many as fit.
+        prefetch_units: units fetched ahead of use (0: none), as far as there is room; None: 4.
         poison: fill released memory with NaN, to find early reads and late writes. Set by OFFLOAD_POISON=1.
     """
 
@@ -132,7 +132,8 @@ class WrapConfig:
 
     def _check_tiers_against_the_rest(self) -> None:
         for tier, budget in self.budgets.as_dict().items():
-            if budget is not None and tier not in self.tiers:
+            # Gradients and staging buffers are in host memory with any tiers, so it can always be bounded.
+            if budget is not None and tier not in (*self.tiers, "cpu"):
                 raise ConfigError(
                     f"budgets name tier {tier!r}, but tiers are {_listed(self.tiers)}; add the tier or drop its budget"
                 )

@@ -28,11 +28,11 @@ from offload.sharding.homes import ComputeHome
 from offload.sharding.unit import Member, State, Unit
 from offload.sizes import PAGE, format_size, round_up
 from offload.storage.device import Device, total_compute_memory
-from offload.storage.io import IoBackend, open_backend
+from offload.storage.io import IoBackend, backend_report, open_backend
 from offload.storage.open_device import open_device
 from offload.storage.swap import SwapSpace
 from offload.storage.tiers import Tier
-from offload.trace import Lanes
+from offload.trace import Lanes, warn_once
 from offload.training.gradients import GradientBuffer, Gradients, gradient_dtype
 from offload.training.hooks import attach
 from offload.training.moving import copy_values, fill_home, give_back, move_in, move_out
@@ -100,7 +100,8 @@ def wrap(
             model, with_compute_dtype(chosen, compute.torch_device.type != "cpu"), compute, lanes
         ).build()
     except BaseException:
-        compute.close()
+        if ready is None:
+            compute.close()
         raise
     attached[model] = runtime
     _refuse_foreign_optimizers()
@@ -145,6 +146,7 @@ def _check_model(model: nn.Module) -> None:
     named = list(model.named_parameters())
     if not named:
         raise ConfigError("model: expected a module with parameters, found none; there is nothing to offload")
+    starts: dict[int, str] = {}
     for name, parameter in named:
         if isinstance(parameter, OffloadedParameter | ResidentParameter):
             raise OffloadError(f"parameter {name!r} belongs to another wrapped model; unwrap that one first")
@@ -159,6 +161,13 @@ def _check_model(model: nn.Module) -> None:
             raise OffloadError(f"parameter {name!r} has a gradient already; call model.zero_grad() before wrapping")
         if parameter.layout is not torch.strided or parameter.is_complex():
             raise ConfigError(f"parameter {name!r}: expected a dense real tensor, found {parameter.layout}")
+        if parameter.numel() and not parameter.is_meta:
+            first = starts.setdefault(parameter.data_ptr(), name)
+            if first != name:
+                raise ConfigError(
+                    f"parameters {first!r} and {name!r} share memory without being one parameter, and would come "
+                    "apart; tie them (b.weight = a.weight), or give each memory of its own (.data = .data.clone())"
+                )
 
 
 class _Builder:
@@ -175,7 +184,7 @@ class _Builder:
         kernels = f"{native.isa()} ({native.threads()} threads)"  # refuses what the environment cannot have
         tiers = {tier: Tier(tier, budget) for tier, budget in budgets.items()}
         backend, swap = self._open_swap(plan)
-        allocation = Allocation(self._device, tiers, swap, self._config.pin is not False)
+        allocation = Allocation(self._device, tiers, self._config.tiers, swap, self._config.pin is not False)
         parts = self._parts(plan, tiers, allocation, backend, swap)
         dtypes = {p: p.dtype for p in self._model.parameters()}
         try:
@@ -205,9 +214,14 @@ class _Builder:
     def _budgets(self) -> dict[str, int]:
         """By tier, ``cpu`` always among them: gradients and staging buffers are there in any case."""
         config = self._config
-        needed = [t for t in ("gpu", "cpu", "nvme") if t in config.tiers or t == "cpu"]
-        free = default_budgets(needed, config.swap_dirs, total_compute_memory(self._device))
-        return {**free, **{t: b for t, b in config.budgets.as_dict().items() if b is not None}}
+        given = {t: b for t, b in config.budgets.as_dict().items() if b is not None}
+        compute = total_compute_memory(self._device)
+        free = default_budgets(config.tiers, config.swap_dirs, compute)
+        host = default_budgets(("gpu", "cpu"), (), compute)
+        if compute is None and "gpu" in given:  # both are host memory: what one is given, the other has not
+            host["cpu"] = max(0, host["gpu"] + host["cpu"] - given["gpu"])
+        budgets = {**free, "cpu": host["cpu"], **given}
+        return {tier: budgets[tier] for tier in ("gpu", "cpu", "nvme") if tier in budgets}
 
     def _open_swap(self, plan: MemoryPlan) -> tuple[IoBackend | None, SwapSpace | None]:
         """Reserve what the plan needs; a bad directory is an error at the start even where nothing needs it yet."""
@@ -234,8 +248,9 @@ class _Builder:
         swap: SwapSpace | None,
     ) -> Parts:
         config, device = self._config, self._device
-        staging = allocation.pool(STAGING_BUFFERS, plan.largest_block()) if plan.placement.staged else None
-        delivery = None if device.host_visible else allocation.pool(DELIVERY_BUFFERS, plan.largest_weights())
+        poison = config.poison or device.poisons
+        staging = allocation.pool(STAGING_BUFFERS, plan.largest_block(), poison) if plan.placement.staged else None
+        delivery = None if device.host_visible else allocation.pool(DELIVERY_BUFFERS, plan.largest_weights(), poison)
         transfers = Transfers(device, staging)
         update_thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="offload-update")
 
@@ -295,6 +310,14 @@ class _Builder:
                     module._buffers[name] = buffer.to(self._device.torch_device)
 
     def _report(self, parts: Parts, kernels: str, backend: IoBackend | None, swap: SwapSpace | None) -> None:
+        """What was chosen, and (once in a process) why it is not the best there is."""
+        if not native.available():
+            warn_once(f"kernels run in torch, several times slower: {native.reason()}")
+        if backend is not None and backend_report().reason:
+            warn_once(f"swap I/O by {backend.name}: {backend_report().reason}")
+        if swap is not None and not all(swap.direct.values()):
+            refused = ", ".join(directory for directory, direct in swap.direct.items() if not direct)
+            warn_once(f"no direct I/O in {refused}: transfers go through the page cache")
         log.info(
             "wrapped %d units on %s: %s; kernels %s, I/O %s, %s host memory",
             len(parts.units),

@@ -1,12 +1,14 @@
-"""Counters of the lanes: how many bytes went each way, and for how long each lane was busy."""
+"""Counters of the lanes: how many bytes went each way, how long each was busy; and what is said once."""
 
 from __future__ import annotations
 
 import bisect
+import functools
+import logging
 import threading
 from collections.abc import Iterator, Mapping
 
-__all__ = ["Lane", "Lanes"]
+__all__ = ["Lane", "Lanes", "warn_once"]
 
 _KEPT = 256  # intervals kept apart; older ones are folded into a sum
 
@@ -95,3 +97,9 @@ class Lanes(Mapping[str, Lane]):
 
     def __len__(self) -> int:
         return len(self._lanes)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Say through the package's logger, the first time only, that something works but not as well as it could."""
+    logging.getLogger("offload").warning(message)

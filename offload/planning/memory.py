@@ -41,7 +41,8 @@ class MemoryPlan:
         return total
 
     def largest_block(self) -> int:
-        return _largest_block(self.demand.units)
+        """Of optimizer state, counting parameters that are frozen now and may be unfrozen later."""
+        return self.demand.staging // STAGING_BUFFERS
 
     def largest_weights(self) -> int:
         return _largest_weights(self.demand.units)
@@ -84,10 +85,11 @@ def _plan(model: nn.Module, config: WrapConfig, budgets: Mapping[str, int], host
     _check_dtypes(cut)
     layouts = tuple(flat_layout(tuple(p.shape) for p in plan.parameters) for plan in cut.units)
     units = tuple(_size(p, layout, config, budgets["gpu"]) for p, layout in zip(cut.units, layouts, strict=True))
+    any_block = max((round_up(b.count * STATE_BYTES) for b in _possible_blocks(cut, layouts)), default=PAGE)
     demand = Demand(
         units,
         together=tuple(tuple(needed) for needed in [*(needed for _, needed in cut.users), *cut.together]),
-        staging=STAGING_BUFFERS * _largest_block(units),
+        staging=STAGING_BUFFERS * any_block,
         # New weights that have no other place than the host while their update runs.
         delivery=(0 if host_visible else DELIVERY_BUFFERS * _largest_weights(units))
         + sum(u.weights for u in units if u.tile),
@@ -127,8 +129,12 @@ def _check_dtypes(cut: Partition) -> None:
             )
 
 
-def _largest_block(units: Sequence[UnitSize]) -> int:
-    return max((b for u in units for b in u.blocks), default=PAGE)
+def _possible_blocks(cut: Partition, layouts: Sequence[FlatLayout]) -> list[Span]:
+    """Blocks of state that there could be, were every floating parameter to require a gradient."""
+    found: list[Span] = []
+    for plan, layout in zip(cut.units, layouts, strict=True):
+        found.extend(blocks(s for p, s in zip(plan.parameters, layout.slots, strict=True) if p.is_floating_point()))
+    return found
 
 
 def _largest_weights(units: Sequence[UnitSize]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from offload.sharding.homes import ComputeHome, HostHome, SwapHome
@@ -15,10 +17,12 @@ from offload.storage.tiers import Tier
 
 
 class Allocation:
-    """Memory on the tiers of one model. ``swap`` is None where nothing lives on disk."""
+    """Memory on the tiers of one model. ``homes``: tiers that state may live on; ``swap``: None if none is on disk."""
 
-    def __init__(self, device: Device, tiers: dict[str, Tier], swap: SwapSpace | None, pin: bool) -> None:
-        self._device, self._tiers, self._swap, self._pin = device, tiers, swap, pin
+    def __init__(
+        self, device: Device, tiers: dict[str, Tier], homes: Sequence[str], swap: SwapSpace | None, pin: bool
+    ) -> None:
+        self._device, self._tiers, self._homes, self._swap, self._pin = device, tiers, homes, swap, pin
         self.locked: list[HostMemory] = []
 
     def home(self, tier: str, nbytes: int, kind: str) -> Home:
@@ -36,11 +40,11 @@ class Allocation:
 
     def one_more_state_block(self, unit: Unit, nbytes: int) -> Home:
         """For state that was not foreseen: with the unit's other state, else where there is room."""
-        tier = "cpu"
         if unit.blocks and unit.blocks[0].home.tier == "gpu":
             tier = "gpu"
-        elif self._swap is not None and self._tiers["cpu"].free < _pages(nbytes):
-            tier = "nvme"
+        else:
+            others = [t for t in self._homes if t != "gpu"] or ["gpu"]
+            tier = next((t for t in others if self._tiers[t].free >= _pages(nbytes)), others[-1])
         return self.home(tier, nbytes, "optimizer state")
 
     def gradient(self, tier: str, nbytes: int) -> torch.Tensor:
@@ -58,9 +62,9 @@ class Allocation:
             self.locked.append(memory)
         return memory
 
-    def pool(self, count: int, nbytes: int) -> StagingPool:
-        """``count`` staging buffers of ``nbytes``."""
-        return StagingPool(count, nbytes, lambda size: self.host_memory(size, "staging"))
+    def pool(self, count: int, nbytes: int, poison: bool) -> StagingPool:
+        """``count`` staging buffers of ``nbytes``, filled with NaN when released if ``poison``."""
+        return StagingPool(count, nbytes, lambda size: self.host_memory(size, "staging"), poison)
 
     def unlock(self) -> None:
         """Undo the page locks."""

@@ -86,6 +86,7 @@ class Device(ABC):
     torch_device: torch.device
     host_visible: bool
     name: str
+    poisons = False  # whether released memory is filled with NaN without being asked
 
     @abstractmethod
     def region(self, nbytes: int) -> Region: ...
@@ -179,7 +180,8 @@ class HostDevice(Device):
 
 
 class _CudaRegion(Region):
-    def __init__(self, nbytes: int, device: torch.device, compute: Any) -> None:
+    def __init__(self, nbytes: int, device: torch.device, compute: Any, poison: bool) -> None:
+        self._poison = poison
         flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
         super().__init__(flat, flat.untyped_storage())
         self._compute = compute
@@ -188,6 +190,8 @@ class _CudaRegion(Region):
     def commit(self) -> None:
         with torch.cuda.stream(self._compute):
             self.storage.resize_(self.nbytes)
+            if self._poison:
+                self.flat.fill_(POISON)
         self.committed = True
 
     def release(self) -> None:
@@ -223,15 +227,15 @@ class CudaDevice(Device):
     host_visible = False
     name = "cuda"
 
-    def __init__(self, device: torch.device, lanes: Lanes) -> None:
-        self.torch_device, self._lanes = device, lanes
+    def __init__(self, device: torch.device, lanes: Lanes, poison: bool = False) -> None:
+        self.torch_device, self._lanes, self._poison = device, lanes, poison
         self._compute: Any = torch.cuda.current_stream(device)
         self._streams = {lane: _cuda.Stream(device) for lane in ("h2d", "d2h")}
         self._under_way: collections.deque[tuple[str, Any, Any, int]] = collections.deque()
         self._counting = threading.Lock()
 
     def region(self, nbytes: int) -> Region:
-        return _CudaRegion(max(nbytes, 1), self.torch_device, self._compute)
+        return _CudaRegion(max(nbytes, 1), self.torch_device, self._compute, self._poison)
 
     def upload(self, dst: torch.Tensor, src: torch.Tensor) -> Ticket:
         return self._copy("h2d", dst, src)
@@ -306,7 +310,7 @@ def plain_device(name: str | None, lanes: Lanes, poison: bool) -> Device:
         return HostDevice(lanes, poison)
     if device.type == "cuda" and torch.cuda.is_available():
         index = device.index if device.index is not None else torch.cuda.current_device()
-        return CudaDevice(torch.device("cuda", index), lanes)
+        return CudaDevice(torch.device("cuda", index), lanes, poison)
     raise ConfigError(f"device: expected 'cpu', 'simulated' or an available 'cuda[:n]', found {name!r}")
 
 

@@ -33,6 +33,7 @@ class SimulatedDevice(Device):
 
     host_visible = False
     name = "simulated"
+    poisons = True
 
     def __init__(
         self, lanes: Lanes, delay: Callable[[str], float] = lambda lane: 2e-4, bandwidth: float | None = None

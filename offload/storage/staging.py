@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 import torch
 
-from offload.storage.memory import HostMemory
+from offload.storage.memory import POISON, HostMemory
 
 
 class StagingPool:
     """``count`` buffers of ``nbytes`` (uint8, page-aligned). ``allocate`` makes the mapping, pinned where possible."""
 
-    def __init__(self, count: int, nbytes: int, allocate: Callable[[int], HostMemory]) -> None:
-        self.count, self.nbytes = count, nbytes
+    def __init__(self, count: int, nbytes: int, allocate: Callable[[int], HostMemory], poison: bool = False) -> None:
+        self.count, self.nbytes, self._poison = count, nbytes, poison
         self._free = [allocate(nbytes).tensor for _ in range(count)]
         self._changed = threading.Condition()
 
@@ -32,6 +32,8 @@ class StagingPool:
             return self._free.pop() if self._free else None
 
     def release(self, buffer: torch.Tensor) -> None:
+        if self._poison:
+            buffer.fill_(POISON)
         with self._changed:
             self._free.append(buffer)
             self._changed.notify()

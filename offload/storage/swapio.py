@@ -10,7 +10,7 @@ import torch
 from offload.storage.io_base import IoBackend
 from offload.storage.swapfile import SwapFile
 from offload.storage.ticket import Ticket
-from offload.trace import Lane
+from offload.trace import Lane, warn_once
 
 __all__ = ["SwapTicket"]
 
@@ -73,5 +73,6 @@ class SwapTicket(Ticket):
             # only. The page cache takes any.
             if error.errno != errno.EINVAL or not self._file.direct:
                 raise
+            warn_once(f"direct I/O refused a transfer in {self._file.directory}: it went through the page cache")
             fd = self._file.buffered_fd()
             self._backend.submit(self._write, fd, buffer, self._offset, lane=self._lane).wait()

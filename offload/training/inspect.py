@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from offload.storage.tiers import Tier
-from offload.trace import Lane
 from offload.training.optimizer import runtime_of
 from offload.training.parameter import OffloadedParameter, ResidentParameter
 from offload.training.runtime import Runtime, runtime_of_model
@@ -18,11 +16,30 @@ from offload.training.state import read_member
 
 
 @dataclass(frozen=True)
-class Stats:
-    """``tiers[name].used/.peak/.budget`` in bytes, ``lanes[name].bytes/.busy_s``, whether host buffers are pinned."""
+class TierStats:
+    """Bytes that a tier holds now, has held at most, and may hold; what it holds by kind."""
 
-    tiers: dict[str, Tier]
-    lanes: dict[str, Lane]
+    used: int
+    peak: int
+    budget: int
+    by_kind: dict[str, int]
+
+
+@dataclass(frozen=True)
+class LaneStats:
+    """Bytes moved so far, seconds with at least one transfer in flight, number of transfers."""
+
+    bytes: int
+    busy_s: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Figures as they were at one moment. ``pinned``: whether host buffers are page-locked."""
+
+    tiers: dict[str, TierStats]
+    lanes: dict[str, LaneStats]
     pinned: bool
     placement: dict[str, dict[str, int]]  # kind ("weights", "optimizer state") -> tier -> bytes
 
@@ -36,7 +53,9 @@ def stats(model: nn.Module) -> Stats:
         _add(placement["weights"], unit.home.tier, unit.home.nbytes)
         for block in unit.blocks:
             _add(placement["optimizer state"], block.home.tier, block.home.nbytes)
-    return Stats(dict(runtime.tiers), dict(runtime.lanes.items()), runtime.parts.pinned, placement)
+    tiers = {n: TierStats(t.used, t.peak, t.budget, dict(t.by_kind)) for n, t in runtime.tiers.items()}
+    lanes = {n: LaneStats(lane.bytes, lane.busy_s, lane.count) for n, lane in runtime.lanes.items()}
+    return Stats(tiers, lanes, runtime.parts.pinned, placement)
 
 
 def _add(by_tier: dict[str, int], tier: str, nbytes: int) -> None:

@@ -76,7 +76,7 @@ def test_legal_everywhere(pin: bool | None, stage: int) -> None:
         ({"tiers": "gpu,nvme", "swap_dirs": ""}, ["path"]),
         ({"tiers": "gpu,nvme", "swap_dirs": "a\0b"}, ["path"]),
         ({"budgets": {"vram": 1}}, ["'vram'", "'gpu'"]),
-        ({"budgets": {"cpu": 1}}, ["'cpu'", "drop its budget"]),
+        ({"budgets": {"nvme": 1}}, ["'nvme'", "drop its budget"]),
         ({"budgets": {"gpu": "many"}}, ["'gpu'", "'many'", "20GiB"]),
         ({"budgets": {"gpu": -1}}, ["'gpu'", "-1"]),
         ({"budgets": "1GiB"}, ["mapping", "'1GiB'"]),

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -63,7 +64,9 @@ def update_with(wheel: Path, tmp_path: Path) -> list[str]:
     """Installs the wheel into a folder of its own and runs UPDATE from there."""
     target = tmp_path / "installed"
     run([sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(target), str(wheel)])
-    lines = run([sys.executable, "-c", UPDATE], PYTHONPATH=str(target)).splitlines()
+    # Without `site`, or an editable install of this tree would be found before PYTHONPATH.
+    path = os.pathsep.join([str(target), *{sysconfig.get_path(kind) for kind in ("purelib", "platlib")}])
+    lines = run([sys.executable, "-S", "-c", UPDATE], PYTHONPATH=path).splitlines()
     assert lines[-1].startswith(str(target))
     return [part.strip() for part in lines[-2].split("|")]
 

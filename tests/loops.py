@@ -41,8 +41,9 @@ def train(
 ) -> list[float]:
     """The plain loop; one optimizer step for ``accumulate`` batches. Returns the losses of all batches."""
     losses = []
+    device = next(model.parameters()).device
     for number, batch in enumerate(batches, start=1):
-        value = loss(model, batch)
+        value = loss(model, batch.to(device) if isinstance(batch, Tensor) else batch)
         (value / accumulate).backward()
         losses.append(value.item())
         if number % accumulate == 0:

@@ -109,13 +109,15 @@ def _tests(extra: Path | None) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired as late:
         text = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-        return {"passed": 0, "failed": 0, "note": f"not finished within {TEST_SECONDS} s", "output": text[-4000:]}
+        return {"passed": 0, "failed": 1, "note": f"not finished within {TEST_SECONDS} s", "output": text[-4000:]}
     lines = done.stdout.strip().splitlines()
     last = lines[-1] if lines else done.stderr.strip()[-200:]
     counts = {word: _count(last, word) for word in ("passed", "failed", "error", "skipped")}
     note = last if any(counts.values()) else f"not run: {last}"
     print(f"tests: {note}", file=sys.stderr, flush=True)
     counts["failed"] += counts.pop("error")
+    if done.returncode and not counts["failed"]:  # no pytest, a crash, nothing collected: that is not success
+        counts["failed"] = 1
     return {**counts, "note": note, "output": done.stdout[-8000:] if counts["failed"] else ""}
 
 

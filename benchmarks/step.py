@@ -140,7 +140,7 @@ def _measure_group(
                 if KINDS[name].ours or name == PLAIN:
                     raise
                 _say(str(error))
-                comparison.missing[name] = f"could not be run ({error.reason.splitlines()[0][:120]})"
+                comparison.missing[name] = f"could not be run ({error.reason.splitlines()[0][:60]})"
                 continue
             found[name] = Found(name, number, comparison.parameters, arguments.steps, built=built)
         candidates = {name: _turn(crew[name], one) for name, one in found.items()}

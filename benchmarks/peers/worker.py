@@ -48,7 +48,9 @@ class Worker:
     def _build(self, command: dict[str, Any]) -> Answer:
         job = as_job(command)
         torch.set_num_threads(job.threads)
-        import transformers  # noqa: F401 - so that what is resident before the model is the same for everybody
+        # Now, so that what is resident before the model is the same for everybody; and DeepSpeed's `zero.Init` replaces
+        # functions of torch that this import compares.
+        from transformers import LlamaForCausalLM  # noqa: F401
 
         before = _resident()
         start = time.perf_counter()

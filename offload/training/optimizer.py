@@ -128,7 +128,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return True
 
     def _collect(self, runtime: Runtime) -> list[UnitUpdate]:
-        """What to do, in the order of the units; each parameter's step count goes on."""
+        """What to do, in the order of the units."""
         pieces: dict[Unit, list[tuple[Span, UpdateRule]]] = {}
         due: dict[Unit, list[Member]] = {}
         for group in self.param_groups:
@@ -149,10 +149,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     slot = member.slot
                     pieces.setdefault(unit, []).append((Span(slot.offset, slot.end - slot.offset), rule))
         ordered = sorted(pieces.items(), key=lambda item: item[0].index)
-        updates = [UnitUpdate(unit, due[unit], merged(p), runtime.gradients.buffer(unit).flat) for unit, p in ordered]
-        for member in (m for members in due.values() for m in members):  # only now: what fails above counted no step
-            member.step += 1
-        return updates
+        return [UnitUpdate(unit, due[unit], merged(p), runtime.gradients.buffer(unit).flat) for unit, p in ordered]
 
     def state_dict(self) -> dict[str, Any]:
         """In torch's format: per parameter ``step`` and the algorithm's slots, as host copies."""

@@ -164,6 +164,8 @@ def _dispatch(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> 
         return _set_data(*args)
     if func is torch.autograd.grad:
         return _gradients(*args, **kwargs)
+    if func is torch.autograd.backward and "inputs" in kwargs:
+        return func(*args, **{**kwargs, "inputs": _edges(kwargs["inputs"])})
     if getattr(func, "__name__", "").startswith("_foreach_") and len(args[0]) > 1:
         return _one_by_one(func, args, kwargs)
     return _touch(func, args, kwargs)
@@ -172,16 +174,19 @@ def _dispatch(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> 
 def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.grad``: a backward fetches what it needs, and asks of its inputs only where they are."""
 
-    def edge(tensor: Any) -> Any:
-        if isinstance(tensor, OffloadedParameter | OffloadedView):
-            with _Disabled():
-                return torch.autograd.graph.get_gradient_edge(tensor)
-        return tensor
-
     owner = next(_entry(t)[0] for t in tensors(inputs) if isinstance(t, OffloadedParameter | OffloadedView))
-    inputs = [edge(t) for t in inputs] if isinstance(inputs, list | tuple) else edge(inputs)
     with owner.packing():  # with create_graph, what this backward saves is backward's own weights
-        return torch.autograd.grad(outputs, inputs, *args, **kwargs)
+        return torch.autograd.grad(outputs, _edges(inputs), *args, **kwargs)
+
+
+def _edges(inputs: Any) -> Any:
+    """Inputs of a backward, by their place in the graph instead of by their tensors."""
+    if isinstance(inputs, list | tuple):
+        return [_edges(t) for t in inputs]
+    if isinstance(inputs, OffloadedParameter | OffloadedView):
+        with _Disabled():
+            return torch.autograd.graph.get_gradient_edge(inputs)
+    return inputs
 
 
 def _one_by_one(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any:

@@ -111,6 +111,14 @@ class Residency:
         unit.state = State.AWAY
         self._tier.give(unit.region.nbytes, KIND)
 
+    def audit(self) -> None:
+        """Bring memory and account in line with the states of the units, where an interrupt left them apart."""
+        for unit in self._units:
+            if unit.state is State.AWAY and unit.region.committed:
+                unit.region.release()
+        held = sum(u.region.nbytes for u in self._units if u.region.committed)
+        self._tier.give(self._tier.by_kind[KIND] - held, KIND)
+
     def _start(self, unit: Unit) -> None:
         self._commit(unit)
         try:

@@ -88,6 +88,7 @@ class Runtime:
         self._residency = parts.residency
         self._saved = SavedTensors(self._use_in_backward, lambda: self._residency.prefetch(training=True))
         self._frames: list[Frame] = []
+        self._gathered: list[Unit] = []  # pinned by resident(), once for each time
         self._versions: dict[int, list[int]] = {}
         self._unfollowed: set[int] = set()  # units with writes that have not reached home and masters
         self._places = {id(m.parameter): (u, i) for u in self.units for i, m in enumerate(u.members)}
@@ -111,9 +112,20 @@ class Runtime:
     # Forward
 
     def recover(self) -> None:
-        """Undo forwards that never ended: an interrupt is no Exception, so no hook of torch's saw it."""
+        """Undo forwards that never ended: an interrupt is no Exception, so no hook of torch's saw it.
+
+        It may have come between any two lines of ours as well, so pins and the account are put right from what is held.
+        """
         while self._frames:
             self.after_forward(self._frames[-1])
+        self.settle()
+        for unit in self.units:
+            expected = self._gathered.count(unit)
+            if unit.pins != expected:
+                unit.pins = expected
+                for member in unit.members if not expected else ():
+                    member.parameter.__class__ = OffloadedParameter
+        self._residency.audit()
 
     def before_forward(self, units: Sequence[Unit], touch: bool = False) -> Frame:
         """The module's units become resident and stay; what autograd saves of them is packed."""
@@ -221,20 +233,31 @@ class Runtime:
         unit, index = self.place_of(parameter)
         if value is None:
             self._clip_factors.pop(id(parameter), None)  # the gradient it was made from is gone
+            with torch._C.DisableTorchFunctionSubclass():
+                SET_RAW_GRAD(parameter, None)  # what an interrupt kept from being taken over
         with torch.no_grad():
             self.gradients.set(unit, index, value)
 
     # Update
 
     def promise(self, updates: list[UnitUpdate]) -> None:
-        """Carry out an update. If that fails, it stays promised, together with the gradients it needs."""
+        """Carry out an update. If that fails, it stays promised, together with the gradients it needs.
+
+        Step counts and gradients change hands on the update thread, which Ctrl-C does not reach: it is taken or not.
+        """
+        present: list[list[bool]] = []
         taken = [self.gradients.buffer(u.unit) for u in updates]
-        present = [b.present for b in taken]
-        for buffer in taken:
-            buffer.present = [False] * len(buffer.present)
+
+        def begin() -> None:
+            for update, buffer in zip(updates, taken, strict=True):
+                present.append(buffer.present)
+                buffer.present = [False] * len(buffer.present)
+                for member in update.members:
+                    member.step += 1
+
         p = self.parts
         self._pending = PendingUpdate(
-            updates, p.device, p.residency, p.state.staging, p.delivery, p.tiers["cpu"], p.lanes
+            updates, p.device, p.residency, p.state.staging, p.delivery, p.tiers["cpu"], p.lanes, begin
         )
         self.settle()
         for buffer, before in zip(taken, present, strict=True):
@@ -278,9 +301,11 @@ class Runtime:
             for unit in units:
                 self._enter(unit)
                 entered.append(unit)
+                self._gathered.append(unit)
             yield
         finally:
             for unit in reversed(entered):
+                self._gathered.remove(unit)
                 self._leave(unit)
 
     def written(self, unit: Unit, target: torch.Tensor, source: torch.Tensor | None) -> None:

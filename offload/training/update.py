@@ -75,12 +75,14 @@ class PendingUpdate:
     delivery: StagingPool | None
     host: Tier
     lanes: Lanes
+    begin: Callable[[], None]  # called once, on the update thread: from then on the step counts as taken
     _items: deque[_Item] = field(default_factory=deque)
     _reads: dict[int, tuple[torch.Tensor, Ticket]] = field(default_factory=dict)
     _writes: deque[_Write] = field(default_factory=deque)
     _weights: torch.Tensor | None = None  # where the unit under way gets its new weights
     _current: UnitUpdate | None = None
     _running: concurrent.futures.Future[None] | None = None
+    _begun: bool = False
 
     def __post_init__(self) -> None:
         for update in self.updates:
@@ -96,6 +98,9 @@ class PendingUpdate:
         running.result()
 
     def _run_in_order(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self.begin()
         with self.device.computing():
             self._run()
 

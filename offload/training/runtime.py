@@ -224,6 +224,7 @@ class Runtime:
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Owner: the gradient that the next update will use, or None."""
+        self.accept_gradient(parameter)  # there is something to take only after an interrupt in backward
         unit, index = self.place_of(parameter)
         return self.gradients.get(unit, index)
 

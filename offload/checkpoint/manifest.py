@@ -67,6 +67,16 @@ def point_to(root: Path, generation: Path) -> None:
     write_text(root / POINTER, json.dumps(pointer))
 
 
+def names(root: Path, generation: Path) -> bool:
+    """Does ``root`` mean this generation? Also true where the pointer is there and cannot be read."""
+    try:
+        return f'"{generation.name}"' in (root / POINTER).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
 def read_manifest(root: Path) -> tuple[Path, Manifest]:
     """The current generation's folder and manifest, after checking pointer, manifest and every file they name.
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint.files import sync_directory, write_tensors
-from offload.checkpoint.manifest import FileEntry, Manifest, digest, point_to, write_manifest
+from offload.checkpoint.manifest import POINTER, FileEntry, Manifest, digest, names, point_to, write_manifest
 from offload.errors import OffloadError
 from offload.training.optimizer import OffloadedOptimizer
 from offload.training.parameter import OffloadedParameter, ResidentParameter
@@ -49,11 +49,14 @@ def save_checkpoint(
         sync_directory(root)
         point_to(root, folder)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not names(root, folder):  # what fails after the rename that commits must not take the new one away
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     for old in root.glob("gen-*"):
         if old != folder:
             shutil.rmtree(old, ignore_errors=True)
+    for stale in root.glob(f".{POINTER}.*.tmp"):  # of a save that was killed
+        stale.unlink(missing_ok=True)
 
 
 def _write(

@@ -350,8 +350,8 @@ def test_a_fetch_and_an_update_share_the_staging_buffers(tmp_path: Path, monkeyp
     under_way = 0
     for number in range(3):
         with contextlib.ExitStack() as slow:
-            fault = faults.inject("op=read,delay_ms=300")
-            model(torch.arange(8) + number, lambda gradient: slow.enter_context(fault)).backward()
+            dawdle = functools.partial(slow.enter_context, faults.inject("op=read,delay_ms=300"))
+            model(torch.arange(8) + number, lambda gradient, dawdle=dawdle: dawdle()).backward()
             under_way += unit.state.value == "fetching"
             optimizer.step()
         optimizer.zero_grad()
@@ -505,6 +505,7 @@ def killed(seconds):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert files() == ["mine.txt"]
 
+torch.compiler.disable(print)  # what it imports is imported once, and not in each child
 killed(0.01)
 alive = wrap(net(), ("gpu", "nvme"), folder, gpu=GPU)
 optimizer = adamw(alive)

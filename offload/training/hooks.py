@@ -19,7 +19,7 @@ Hook = TypeVar("Hook", bound=Callable[..., None])
 def attach(runtime: Runtime, model: nn.Module, users: Sequence[tuple[nn.Module, list[int]]]) -> list[Any]:
     """Hook ``model``; returns the handles whose ``remove()`` undoes it."""
     handles: list[Any] = [model.register_forward_pre_hook(_recover(runtime, model))]
-    for module, needed in users:
+    for module, needed in [(model, []), *users]:
         units = [runtime.units[i] for i in needed]
         before, after = _around(runtime, module, units)
         handles.append(module.register_forward_pre_hook(before))

@@ -1,11 +1,17 @@
 """The runtime of one wrapped model: owns its units and answers modules, autograd and parameters that need them.
 
 The methods stand in the order of a step: forward, backward, gradients, update, and then what looks from outside.
+
+# Note [One path through attention]
+In eval mode ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention`` take a fused path, with other bits, if none of
+their parameters has a ``__torch_function__``; that would depend on which of them are in compute memory just now. So the
+fused path is off while a wrapped model runs, whatever the budgets.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -60,6 +66,7 @@ class Frame:
 
     units: Sequence[Unit]
     packing: AbstractContextManager[object]
+    fast_attention: bool  # torch's setting before, see Note [One path through attention]
 
 
 attached: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
@@ -84,6 +91,7 @@ class Runtime:
         self.units, self.device, self.tiers, self.lanes = parts.units, parts.device, parts.tiers, parts.lanes
         self.state, self.gradients = parts.state, parts.gradients
         self.closed = False
+        self._process = os.getpid()
         self.handles: list[Any] = []  # of the hooks on the model
         self._residency = parts.residency
         self._saved = SavedTensors(self._use_in_backward, lambda: self._residency.prefetch(training=True))
@@ -140,8 +148,9 @@ class Runtime:
             for unit in entered:
                 self._leave(unit)
             raise
-        frame = Frame(units, packing)
+        frame = Frame(units, packing, torch.backends.mha.get_fastpath_enabled())
         self._frames.append(frame)
+        torch.backends.mha.set_fastpath_enabled(False)
         self._residency.prefetch(torch.is_grad_enabled())
         return frame
 
@@ -150,6 +159,7 @@ class Runtime:
         if frame not in self._frames:
             return  # recovered already
         self._frames.remove(frame)
+        torch.backends.mha.set_fastpath_enabled(frame.fast_attention)
         frame.packing.__exit__(None, None, None)
         with ExitStack() as leaving:  # all of them, also if one raises
             for unit in reversed(frame.units):
@@ -288,6 +298,11 @@ class Runtime:
 
     def settle(self) -> None:
         """Finish an update that was promised and failed half-way; raises again while the fault lasts."""
+        if os.getpid() != self._process:
+            raise OffloadError(
+                "this process is a fork of the one that wrapped the model: its copy and I/O threads are not here. "
+                "Use the model in the parent, or wrap it in the child"
+            )
         if self._pending is not None:
             self._pending.finish(self.parts.update_thread)
             self._pending = None

@@ -180,7 +180,7 @@ def test_an_alias_made_inside_a_forward_holds_the_memory(others: bool, away: Mak
     assert all(value.data_ptr() for value in state.values())
     want = model.b.weight.clone()
     hook = model.b.register_forward_pre_hook(lambda module, args: kept.append(module.weight.detach()[:]))
-    with pytest.raises(offload.BudgetError, match="b .a view of it is alive"):
+    with pytest.raises(offload.BudgetError, match=r"b .a view of it is alive"):
         model(MLP_TASK.batches(1)[0])
     hook.remove()
     assert torch.equal(kept[0], want)
@@ -259,7 +259,7 @@ def test_transformers_own_save_pretrained(away: Make, tmp_path: Path) -> None:
 
 
 def test_a_deep_copy_is_a_plain_model_of_its_own(away: Make) -> None:
-    model, plain = trained_pair(TIED_TASK, away)
+    model, _ = trained_pair(TIED_TASK, away)
     twin = copy.deepcopy(model)
     assert all(type(p) is nn.Parameter for p in twin.parameters())
     assert twin.head.weight is twin.emb.weight

@@ -263,7 +263,7 @@ def test_gather_around_a_step(away: Make) -> None:
 )
 def test_changing_the_dtype_is_refused(change: Callable[[nn.Module], Any], away: Make) -> None:
     model = away(MLP_TASK.model())
-    with pytest.raises((offload.OffloadError, RuntimeError), match="unwrap|offload"):
+    with pytest.raises((offload.OffloadError, RuntimeError), match=r"unwrap|offload"):
         change(model)
     assert_same(model.state_dict(), MLP_TASK.model().state_dict())
     train(model, adamw(model), MLP_TASK.batches(1))

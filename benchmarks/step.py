@@ -5,8 +5,9 @@ Every engine has a process of its own, so that its peak of memory is its own; th
 after round, while the others sleep. Plain torch (fp32 weights under autocast, fused AdamW) is what others are compared
 with. Engines that do not fit into memory together are measured in groups, each with a plain torch of its own.
 
-On a machine that others use at the same time, OMP_WAIT_POLICY=passive in the environment (it reaches every engine) keeps
-torch's threads from spinning while one of them is not running: that costs some engines up to twenty times their step.
+On a machine that others use at the same time, set OMP_WAIT_POLICY=passive in the environment (it reaches every engine):
+by default torch's threads spin while one of them is kept from running, which has cost a small model several times its
+step.
 
 All placements of ours must give the same losses, bit for bit; the benchmark fails where they do not.
 

@@ -180,6 +180,7 @@ def test_a_disk_without_room_is_found_before_anything_starts(tmp_path: Path, mon
     assert list((tmp_path / "swap").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_small_run_of_all_placements(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

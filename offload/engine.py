@@ -114,6 +114,7 @@ def unwrap(model: Model) -> Model:
     Gradients that wait for an update stay in ``p.grad``. The whole model must fit in the compute device's memory.
     """
     runtime = runtime_of_model(model)
+    runtime.undo_abandoned()
     runtime.settle()
     for handle in runtime.handles:
         handle.remove()
@@ -143,6 +144,11 @@ def _check_model(model: nn.Module) -> None:
         )
     if model in attached:
         raise OffloadError("this model is wrapped already; call offload.unwrap(model) before wrapping it anew")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"module {name!r} is a ScriptModule, which takes no hooks; use the Python module it came from"
+            )
     named = list(model.named_parameters())
     if not named:
         raise ConfigError("model: expected a module with parameters, found none; there is nothing to offload")

@@ -32,6 +32,7 @@ def save_pretrained(
     shards of at most ``max_shard_size`` and an index. Each file is written aside, synced and renamed.
     """
     runtime = runtime_of_model(model)
+    runtime.undo_abandoned()
     runtime.settle()
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Offl
     nothing has changed then.
     """
     runtime = runtime_of_model(model)
+    runtime.undo_abandoned()
     runtime.settle()
     root = Path(path)
     folder, manifest = read_manifest(root)

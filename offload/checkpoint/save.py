@@ -36,6 +36,7 @@ def save_checkpoint(
     Raises CheckpointError or OSError if the disk refuses; the old checkpoint is then intact.
     """
     runtime = runtime_of_model(model)
+    runtime.undo_abandoned()
     runtime.settle()
     _check_extra(extra)
     root = Path(path)

@@ -71,16 +71,19 @@ class NativeBackend(IoBackend):
     def __init__(self, name: Literal["uring", "threads"], lanes: Lanes | None = None) -> None:
         super().__init__(lanes)
         self.name = name
-        self._aio = native.Aio(name)
+        self._aio: native.Aio | None = native.Aio(name)
         self._open: deque[NativeTicket] = deque()
         self._open_lock = threading.Lock()
 
     def _submit(
         self, write: bool, fd: int, buffer: torch.Tensor, offset: int, max_piece: int, lane: Lane | None
     ) -> Ticket:
+        aio = self._aio
+        if aio is None:
+            raise ValueError(f"the I/O backend {self.name!r} is closed")
         # The native core splits at its own size; 0 leaves that alone.
-        request = self._aio.submit(write, fd, buffer, offset, max_piece=0 if max_piece >= MAX_CALL else max_piece)
-        ticket = NativeTicket(self._aio, request, buffer.numel(), lane)
+        request = aio.submit(write, fd, buffer, offset, max_piece=0 if max_piece >= MAX_CALL else max_piece)
+        ticket = NativeTicket(aio, request, buffer.numel(), lane)
         with self._open_lock:
             self._open.append(ticket)
             while self._open and self._open[0].done():  # what nobody waits for must not pile up
@@ -92,4 +95,6 @@ class NativeBackend(IoBackend):
             tickets, self._open = tuple(self._open), deque()
         for ticket in tickets:
             ticket.finish()
-        self._aio.close()
+        aio, self._aio = self._aio, None  # its descriptors are closed with it, also if somebody keeps this backend
+        if aio is not None:
+            aio.close()

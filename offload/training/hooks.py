@@ -18,7 +18,10 @@ Hook = TypeVar("Hook", bound=Callable[..., None])
 
 def attach(runtime: Runtime, model: nn.Module, users: Sequence[tuple[nn.Module, list[int]]]) -> list[Any]:
     """Hook ``model``; returns the handles whose ``remove()`` undoes it."""
-    handles: list[Any] = [model.register_forward_pre_hook(_recover(runtime, model))]
+    handles: list[Any] = [
+        model.register_forward_pre_hook(_recover(runtime, model)),
+        model.register_state_dict_pre_hook(_tidy(runtime, model)),  # type: ignore[no-untyped-call]
+    ]
     for module, needed in [(model, []), *users]:
         units = [runtime.units[i] for i in needed]
         before, after = _around(runtime, module, units)
@@ -39,6 +42,17 @@ def _recover(runtime: Runtime, model: nn.Module) -> Callable[[nn.Module, Any], N
             runtime.recover()
 
     return _not_compiled(recover)
+
+
+def _tidy(runtime: Runtime, model: nn.Module) -> Callable[..., None]:
+    """Ctrl-C in a forward, then ``model.state_dict()``: the units that were in use are let go first."""
+    hooked = weakref.ref(model)
+
+    def tidy(module: nn.Module, *args: Any) -> None:
+        if module is hooked():
+            runtime.undo_abandoned()
+
+    return tidy
 
 
 def _around(

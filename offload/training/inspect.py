@@ -96,6 +96,7 @@ def state_dict(model: nn.Module, master: bool = False) -> dict[str, torch.Tensor
     those of ``model.state_dict()``.
     """
     runtime = runtime_of_model(model)
+    runtime.undo_abandoned()
     runtime.settle()
     out: dict[str, torch.Tensor] = {}
     copies: dict[int, torch.Tensor] = {}

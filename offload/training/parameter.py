@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +33,12 @@ class Owner(Protocol):
 
     def touching(self, units: list[Unit]) -> AbstractContextManager[None]:
         """The units are resident and stay, and what autograd saves is packed, inside the context."""
+
+    def use_in_backward(self, unit: Unit) -> None:
+        """Backward is about to read a weight of the unit: have it resident."""
+
+    def used_in_backward(self) -> None:
+        """A tensor over it exists, which keeps it there while more is fetched ahead."""
 
     def packing(self) -> AbstractContextManager[Any]:
         """What autograd saves inside the context is packed."""
@@ -213,15 +219,23 @@ def _touch(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any
     if large:
         with owner.touching([unit for unit in units if not unit.tile]), _Disabled():
             return _guard(owner.tiled(large[0], func, args, kwargs))
-    if len(units) > 1 and not owner.fit(units):
+    by_owner: dict[int, tuple[Owner, list[Unit]]] = {}
+    for one, unit in entries:
+        mine = by_owner.setdefault(id(one), (one, []))[1]
+        if unit not in mine:
+            mine.append(unit)
+    if len(units) > 1 and not all(one.fit(mine) for one, mine in by_owner.values()):
         return _on_copies(func, args, kwargs, touched)
-    with owner.touching(units), _Disabled():
+    with ExitStack() as stack:
+        for one, mine in by_owner.values():
+            stack.enter_context(one.touching(mine))
+        stack.enter_context(_Disabled())
         versions = [t._version for t in touched]
         result = func(*args, **kwargs)
         source = args[1] if func is torch.Tensor.copy_ and isinstance(args[1], torch.Tensor) else None
-        for tensor, version, (_, unit) in zip(touched, versions, entries, strict=True):
+        for tensor, version, (one, unit) in zip(touched, versions, entries, strict=True):
             if tensor._version != version:
-                owner.written(unit, tensor, source if args and tensor is args[0] else None)
+                one.written(unit, tensor, source if args and tensor is args[0] else None)
         return _guard(result)
 
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ from offload.training.functions import RAW_GRAD, SET_RAW_GRAD
 from offload.training.gradients import Gradients
 from offload.training.parameter import OffloadedParameter, ResidentParameter, register, unregister
 from offload.training.residency import Residency
-from offload.training.saved import SavedTensors
+from offload.training.saved import packing
 from offload.training.state import StateStore, follow_weights, member_span, set_master
 from offload.training.transfers import Transfers
 from offload.training.update import PendingUpdate, UnitUpdate
@@ -65,8 +67,11 @@ class Frame:
     """One forward of a hooked module that has begun and not yet ended."""
 
     units: Sequence[Unit]
+    touch: bool  # one function of torch outside a module
+    thread: int
     packing: AbstractContextManager[object]
     fast_attention: bool  # torch's setting before, see Note [One path through attention]
+    ended: bool = False  # its saved-tensor hooks are off the stack
 
 
 attached: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
@@ -94,7 +99,6 @@ class Runtime:
         self._process = os.getpid()
         self.handles: list[Any] = []  # of the hooks on the model
         self._residency = parts.residency
-        self._saved = SavedTensors(self._use_in_backward, lambda: self._residency.prefetch(training=True))
         self._frames: list[Frame] = []
         self._gathered: list[Unit] = []  # pinned by resident(), once for each time
         self._versions: dict[int, list[int]] = {}
@@ -124,6 +128,8 @@ class Runtime:
 
         It may have come between any two lines of ours as well, so pins and the account are put right from what is held.
         """
+        if any(frame.thread != threading.get_ident() for frame in self._frames):
+            return  # another thread is inside; before_forward says so
         while self._frames:
             self.after_forward(self._frames[-1])
         self.settle()
@@ -135,20 +141,40 @@ class Runtime:
                     member.parameter.__class__ = OffloadedParameter
         self._residency.audit()
 
+    def undo_abandoned(self) -> None:
+        """As :meth:`recover`, if an interrupt ended a forward of this thread and no module is being called now."""
+        if self._are_abandoned():
+            self.recover()
+
+    def _are_abandoned(self) -> bool:
+        here = threading.get_ident()
+        return bool(self._frames) and all(not f.touch and f.thread == here for f in self._frames) and not _in_a_module()
+
     def before_forward(self, units: Sequence[Unit], touch: bool = False) -> Frame:
         """The module's units become resident and stay; what autograd saves of them is packed."""
+        if torch._C._get_tracing_state() is not None:
+            raise NotImplementedError(
+                "torch.jit.trace of an offloaded model would record weights that are away as constants; "
+                "offload.unwrap(model) first"
+            )
+        if self._frames and self._frames[-1].thread != threading.get_ident():
+            raise OffloadError(
+                "expected one thread at a time in an offloaded model, found another one inside it; use a lock around "
+                "forward, or a model for each thread"
+            )
         entered: list[Unit] = []
         try:
             for unit in units:
                 self._enter(unit)
                 entered.append(unit)
-            packing = nullcontext() if all(u.permanent for u in units) else self._saved.packing(touch)
-            packing.__enter__()
+            hooks = nullcontext() if all(u.permanent for u in units) else packing(touch)
+            hooks.__enter__()
         except BaseException:
             for unit in entered:
                 self._leave(unit)
             raise
-        frame = Frame(units, packing, torch.backends.mha.get_fastpath_enabled())
+        fast = torch.backends.mha.get_fastpath_enabled()
+        frame = Frame(units, touch, threading.get_ident(), hooks, fast)
         self._frames.append(frame)
         torch.backends.mha.set_fastpath_enabled(False)
         self._residency.prefetch(torch.is_grad_enabled())
@@ -158,9 +184,11 @@ class Runtime:
         """Let go of what the ``before_forward`` that returned ``frame`` took."""
         if frame not in self._frames:
             return  # recovered already
-        self._frames.remove(frame)
         torch.backends.mha.set_fastpath_enabled(frame.fast_attention)
-        frame.packing.__exit__(None, None, None)
+        if not frame.ended:
+            frame.ended = True
+            frame.packing.__exit__(None, None, None)
+        self._frames.remove(frame)  # only now: an interrupt before leaves it to recover()
         with ExitStack() as leaving:  # all of them, also if one raises
             for unit in reversed(frame.units):
                 leaving.callback(self._leave, unit)
@@ -168,6 +196,7 @@ class Runtime:
     @contextmanager
     def touching(self, units: list[Unit]) -> Iterator[None]:
         """Owner: as around a forward, for one function of torch."""
+        self.undo_abandoned()
         frame = self.before_forward(units, touch=True)
         try:
             yield
@@ -176,7 +205,7 @@ class Runtime:
 
     def packing(self) -> AbstractContextManager[Any]:
         """Owner: what autograd saves inside the context is packed."""
-        return self._saved.packing(touch=True)
+        return packing(touch=True)
 
     def fit(self, units: list[Unit]) -> bool:
         """Owner: could these units be in compute memory at the same time?"""
@@ -212,9 +241,19 @@ class Runtime:
 
     # Backward
 
-    def _use_in_backward(self, unit: Unit) -> None:
+    def use_in_backward(self, unit: Unit) -> None:
+        """Owner: a weight of the unit is about to be read."""
+        if self._are_abandoned():  # their hooks can only be undone outside of backward, which has a stack of its own
+            for frame in reversed(self._frames):
+                for held in reversed(frame.units):
+                    self._leave(held)
+                frame.units = ()
         self.settle()
         self._residency.use(unit, training=True)
+
+    def used_in_backward(self) -> None:
+        """Owner: a tensor over it exists; fetch ahead."""
+        self._residency.prefetch(training=True)
 
     def accept_gradient(self, parameter: nn.Parameter) -> None:
         """Post-accumulate hook: take what autograd has just put into the parameter's own gradient field."""
@@ -256,6 +295,7 @@ class Runtime:
 
         Step counts and gradients change hands on the update thread, which Ctrl-C does not reach: it is taken or not.
         """
+        self.undo_abandoned()
         present: list[list[bool]] = []
         taken = [self.gradients.buffer(u.unit) for u in updates]
 
@@ -312,6 +352,7 @@ class Runtime:
     @contextmanager
     def resident(self, units: Sequence[Unit]) -> Iterator[None]:
         """The units are in compute memory and their parameters plain inside the context."""
+        self.undo_abandoned()
         entered: list[Unit] = []
         try:
             for unit in units:
@@ -435,3 +476,19 @@ def _versions(unit: Unit) -> list[int]:
     """Torch's counters of in-place changes of the unit's parameters."""
     with torch._C.DisableTorchFunctionSubclass():
         return [m.parameter._version for m in unit.members]
+
+
+_MODULE = str(nn.modules.module.__file__)
+_CALLS = ("_wrapped_call_impl", "_call_impl", "inner", "torch_dynamo_resume")  # functions there that call forward
+_COMPILER = os.path.join(os.path.dirname(torch.__file__), "_dynamo")
+
+
+def _in_a_module() -> bool:
+    """Is this thread inside a call of a module?"""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(_COMPILER) or (code.co_filename == _MODULE and code.co_name.startswith(_CALLS)):
+            return True
+        frame = frame.f_back
+    return False

@@ -25,12 +25,13 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload.sharding.unit import Unit
-from offload.training.parameter import unit_of
+from offload.training.parameter import Owner, owner_of, unit_of
 
 _Hook = Callable[[Any], Any]
 
 
 class _Weight(NamedTuple):
+    owner: Owner
     unit: Unit
     parameter: nn.Parameter
     version: int
@@ -50,45 +51,42 @@ class _Foreign(NamedTuple):
     unpack: _Hook
 
 
-class SavedTensors:
-    """For each weight that backward unpacks, ``use(unit)`` makes it resident and ``used()`` is called once a tensor
-    over it exists, which keeps it there while more is fetched ahead."""
+def packing(touch: bool) -> AbstractContextManager[Any]:
+    """Pack what autograd saves inside the context: a unit's forward, or (``touch``) one function outside it.
 
-    def __init__(self, use: Callable[[Unit], None], used: Callable[[], None]) -> None:
-        self._use, self._used = use, used
+    The hooks belong to nobody: a weight goes to its own runtime, whoever's forward it is used in, and hooks that an
+    interrupt left behind keep no model alive.
+    """
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if outer is not None and (touch or getattr(outer[0], "packs_units", False)):
+        return nullcontext()
+    return saved_tensors_hooks(_Pack(outer[0] if outer else None, outer[1] if outer else None), _unpack)
 
-    def packing(self, touch: bool) -> AbstractContextManager[Any]:
-        """Pack what autograd saves inside the context: a unit's forward, or (``touch``) one function outside it."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if outer is not None and (touch or getattr(outer[0], "packs_units", False)):
-            return nullcontext()
-        pack = _Pack(outer[0] if outer else None, outer[1] if outer else None)
-        return saved_tensors_hooks(pack, self._unpack)
 
-    def _unpack(self, packed: Any) -> Any:
-        if isinstance(packed, _Weight):
-            unit = packed.unit
-            with torch._C.DisableTorchFunctionSubclass():
-                version = packed.parameter._version
-            if version != packed.version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a weight of unit {unit.name!r} is at version {version}; expected version {packed.version} "
-                    "instead. It was changed (by optimizer.step() or in place) between this forward and its backward"
-                )
-            self._use(unit)
-            weight = unit.region.tensor(packed.dtype, packed.offset, packed.size, packed.stride)
-            self._used()
-            return weight
-        if isinstance(packed, _Foreign):
-            return packed.unpack(packed.handle)
-        if packed.tensor._version != packed.version:
+def _unpack(packed: Any) -> Any:
+    if isinstance(packed, _Weight):
+        unit = packed.unit
+        with torch._C.DisableTorchFunctionSubclass():
+            version = packed.parameter._version
+        if version != packed.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor of shape {tuple(packed.tensor.shape)} is at version {packed.tensor._version}; expected "
-                f"version {packed.version} instead"
+                f"a weight of unit {unit.name!r} is at version {version}; expected version {packed.version} "
+                "instead. It was changed (by optimizer.step() or in place) between this forward and its backward"
             )
-        return packed.tensor
+        packed.owner.use_in_backward(unit)
+        weight = unit.region.tensor(packed.dtype, packed.offset, packed.size, packed.stride)
+        packed.owner.used_in_backward()
+        return weight
+    if isinstance(packed, _Foreign):
+        return packed.unpack(packed.handle)
+    if packed.tensor._version != packed.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of shape {tuple(packed.tensor.shape)} is at version {packed.tensor._version}; expected "
+            f"version {packed.version} instead"
+        )
+    return packed.tensor
 
 
 class _Pack:
@@ -101,10 +99,10 @@ class _Pack:
         with torch._C.DisableTorchFunctionSubclass():
             unit = unit_of(tensor)
             if unit is not None and not unit.permanent:
-                offset = int(tensor.storage_offset())
+                owner, offset = owner_of(tensor), int(tensor.storage_offset())
                 parameter = unit.member_at(offset).parameter
                 return _Weight(
-                    unit, parameter, parameter._version, tensor.dtype, offset, tensor.size(), tensor.stride()
+                    owner, unit, parameter, parameter._version, tensor.dtype, offset, tensor.size(), tensor.stride()
                 )
             if self._outer is not None and self._outer_unpack is not None:
                 return _Foreign(self._outer(tensor), self._outer_unpack)

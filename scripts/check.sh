@@ -25,7 +25,8 @@ if [[ -z ${VIRTUAL_ENV:-} && -d .venv ]]; then
     PATH=$PWD/.venv/bin:$PATH
 fi
 
-mapfile -t native < <(find native tests/native -name '*.cpp' -o -name '*.h' -o -name '*.c' 2>/dev/null | sort)
+# An editable install leaves what CMake made for itself in native/.
+mapfile -t native < <(find native tests/native -name CMakeFiles -prune -o \( -name '*.cpp' -o -name '*.h' -o -name '*.c' \) -print | sort)
 if [[ -n $fix ]]; then
     ruff check --fix .
     ruff format .

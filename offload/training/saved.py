@@ -16,6 +16,7 @@ innermost. What they keep is a plain alias, which holds the unit until the check
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -58,9 +59,18 @@ def packing(touch: bool) -> AbstractContextManager[Any]:
     interrupt left behind keep no model alive.
     """
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if outer is not None and (touch or getattr(outer[0], "packs_units", False)):
+    if outer is not None and getattr(outer[0], "packs_units", False):
         return nullcontext()
+    if outer is not None and touch:
+        return saved_tensors_hooks(functools.partial(_hand_on, outer[0]), outer[1])
     return saved_tensors_hooks(_Pack(outer[0] if outer else None, outer[1] if outer else None), _unpack)
+
+
+def _hand_on(pack: _Hook, tensor: torch.Tensor) -> Any:
+    """Hooks of others get an alias: of a frozen parameter, a checkpoint would keep the object that we do not count."""
+    with torch._C.DisableTorchFunctionSubclass():
+        unit = unit_of(tensor)
+        return pack(tensor if unit is None or unit.permanent else tensor.detach())
 
 
 def _unpack(packed: Any) -> Any:

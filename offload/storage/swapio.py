@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import threading
 
@@ -44,7 +45,7 @@ class SwapTicket(Ticket):
     def wait(self) -> None:
         self.settle()
         if self._error is not None:
-            raise self._error.with_traceback(None)
+            raise copy.copy(self._error) from self._error.__cause__
 
     def settle(self) -> None:
         """Block until the transfer is settled; `wait` tells how it ended."""
@@ -60,9 +61,11 @@ class SwapTicket(Ticket):
                 self._error = self._file.error(
                     f"{operation} failed", operation, error, offset=self._offset, length=self._length
                 )
-                self._error.__cause__ = error
+                self._error.__cause__ = _without_frames(error)
             except Exception as error:  # noqa: BLE001  (kept for `wait`)
                 self._error = error
+            if self._error is not None:
+                _without_frames(self._error)
             self._request = self._buffer = None
 
     def _finish(self, request: Ticket, buffer: torch.Tensor) -> None:
@@ -76,3 +79,9 @@ class SwapTicket(Ticket):
             warn_once(f"direct I/O refused a transfer in {self._file.directory}: it went through the page cache")
             fd = self._file.buffered_fd()
             self._backend.submit(self._write, fd, buffer, self._offset, lane=self._lane).wait()
+
+
+def _without_frames(error: Exception) -> Exception:
+    """An error that is kept must not keep the frames it went through, or was raised in: they hold the user's tensors."""
+    error.__context__ = None
+    return error.with_traceback(None)

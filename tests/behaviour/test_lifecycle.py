@@ -278,21 +278,18 @@ def never_unwrapped(tiers, device):
 def failed_update(tiers, device):
     model, optimizer = trained(tiers, device)
     model(MLP_TASK.batches(1)[0]).backward()
-    fault = faults.inject("op=write,error=ENOSPC,times=all")
-    fault.__enter__()
+    os.environ["OFFLOAD_FAULT"] = "op=write,error=ENOSPC,times=all"
     try:
         optimizer.step()
         raise SystemExit("no error")
     except SwapError:
         pass
-    kept.append((model, optimizer, fault))
+    kept.append((model, optimizer))
 
 def under_way(tiers, device):
     model, optimizer = trained(tiers, device)
-    fault = faults.inject("delay_ms=50,times=all")
-    fault.__enter__()
-    loss = model(MLP_TASK.batches(1)[0])
-    kept.append((model, optimizer, fault, loss))
+    os.environ["OFFLOAD_FAULT"] = "delay_ms=50,times=all"
+    kept.append((model, optimizer, model(MLP_TASK.batches(1)[0])))
 
 def unwrapped(tiers, device):
     offload.unwrap(trained(tiers, device)[0])

@@ -82,6 +82,6 @@ class SwapTicket(Ticket):
 
 
 def _without_frames(error: Exception) -> Exception:
-    """An error that is kept must not keep the frames it went through, or was raised in: they hold the user's tensors."""
+    """An error that is kept must not keep the frames it went through or was raised in: they hold the user's tensors."""
     error.__context__ = None
     return error.with_traceback(None)

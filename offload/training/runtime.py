@@ -257,12 +257,12 @@ class Runtime:
 
     def accept_gradient(self, parameter: nn.Parameter) -> None:
         """Post-accumulate hook: take what autograd has just put into the parameter's own gradient field."""
-        self.settle()
-        unit, index = self._places[id(parameter)]
+        unit, index = self.place_of(parameter)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             gradient = RAW_GRAD(parameter)
             if gradient is None:
-                return
+                return  # and nothing to finish: who looks for a gradient after a step that failed finds none
+            self.settle()
             if gradient.requires_grad:
                 raise NotImplementedError(
                     f"backward(create_graph=True) on an offloaded parameter ({unit.members[index].name!r}): p.grad "

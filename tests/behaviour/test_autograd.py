@@ -121,6 +121,19 @@ def test_activations_computed_again(where: str, reentrant: bool, frozen: bool, a
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["other", "reentrant"])
+@pytest.mark.parametrize("where", ["inside", "around", "around all"])
+def test_frozen_blocks_that_are_computed_again(where: str, reentrant: bool, away: Make) -> None:
+    """A checkpoint keeps a tensor that requires no gradient as it is, not an alias of it."""
+
+    def build() -> nn.Module:
+        net = RecomputedNet(where, reentrant)
+        net.blocks.requires_grad_(False)
+        return net
+
+    assert_trains_alike(build, away, batches(3, 3, 8), gpu="8KiB")
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["other", "reentrant"])
 @pytest.mark.parametrize("task", [LLAMA_TASK, LLAMA_TIED_TASK, GPT2_TASK], ids=lambda t: t.name)
 def test_gradient_checkpointing_of_transformers_changes_no_bit(task: Task, reentrant: bool, away: Make) -> None:
     data = task.batches(4)
@@ -169,6 +182,37 @@ def test_activations_kept_elsewhere(away: Make) -> None:
             loss.backward()
     assert_close({n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in plain.named_parameters()})
     assert (4, 8) in packed
+
+
+class Kept(nn.Module):
+    """A block that keeps what autograd saves by hooks of the user's own: inside a unit, they are the innermost."""
+
+    def __init__(self, keep: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.up, self.down, self.keep = nn.Linear(8, 8), nn.Linear(8, 8), keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        with saved_tensors_hooks(self.keep, lambda kept: kept):
+            return x + torch.tanh(self.down(torch.tanh(self.up(x))))
+
+
+class KeptNet(nn.Module):
+    def __init__(self, keep: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Kept(keep) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+def test_hooks_of_the_user_inside_a_unit(away: Make) -> None:
+    """What they copy is theirs; what they keep as it is keeps the unit, and there is room for it or an error."""
+    assert_trains_alike(lambda: KeptNet(torch.clone), away, batches(3, 4, 8))
+    model = away(KeptNet(lambda tensor: tensor))
+    with pytest.raises(offload.BudgetError, match="a view of it is alive"):
+        model(batches(1, 4, 8)[0])
 
 
 def test_save_on_cpu_with_checkpoints(away: Make) -> None:

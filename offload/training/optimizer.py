@@ -164,6 +164,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Accepts what ``state_dict`` of this class, or of torch's own optimizer, returned for the same parameters."""
+        for option in ("amsgrad", "maximize"):
+            if any(group.get(option) for group in state_dict["param_groups"]):
+                raise ValueError(
+                    f"optimizer state: expected one that was trained without {option}, which {type(self).__name__} of "
+                    "this package does not have; go on with torch's optimizer, or start with a new state"
+                )
         # Torch's SGD stores None where it has no momentum yet: such a parameter has no state.
         state = {n: e for n, e in state_dict["state"].items() if all(e.get(s, e) is not None for s in self._slots)}
         for number, _, member in self._members():  # all is checked before anything changes

@@ -231,13 +231,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
     print(f"memory this process can still take: {format_size(available_memory())}")
     code = 0
     for directory in arguments.directories:
+        missing = "" if directory.exists() else " (does not exist; wrap would make it there)"
         try:
             direct = _direct_io(directory)
         except OffloadError as error:
             code = _fail(error, EXIT_BAD_INPUT)
             continue
         how = "direct I/O (O_DIRECT) works" if direct else "no direct I/O here: transfers go through the page cache"
-        print(f"{directory}: {format_size(free_disk(directory))} free, {how}")
+        print(f"{directory}{missing}: {format_size(free_disk(directory))} free, {how}")
     return code
 
 

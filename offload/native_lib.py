@@ -192,10 +192,15 @@ def missing() -> str:
 @functools.lru_cache(maxsize=1)
 def _load() -> tuple[Library | None, str]:
     found = sorted(_DIRECTORY.glob("liboffload_native.*"))
+    if not found and (_DIRECTORY.parents[1] / "pyproject.toml").is_file():
+        return None, (
+            f"this is the source tree {_DIRECTORY.parents[1]}, where the native core was not built; run pip install -e . "
+            "there, or start Python elsewhere to get the installed package"
+        )
     if not found:
         return None, (
             "the native core was not built: offload was installed without a working C++17 compiler and CMake; "
-            "install them, then reinstall offload (in a source tree: pip install -e .)"
+            "install them, then reinstall offload"
         )
     try:
         return Library(found[0]), ""

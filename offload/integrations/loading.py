@@ -129,6 +129,7 @@ def _transformers() -> Any:
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
+        _raise_interrupt(error)
         raise ConfigError(
             f"fine-tuning a language model needs transformers ({error}); install it with: pip install 'offload[hf]'"
         ) from error
@@ -145,11 +146,21 @@ def _plain_errors(source: ModelSource, what: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
+        _raise_interrupt(error)
         raise ConfigError(
             f"loading the {what} of {source} needs a package that is missing: {_first_line(error)}"
         ) from error
     except (OSError, ValueError, RuntimeError, LookupError, struct.error, SafetensorError) as error:
         raise ConfigError(f"cannot load the {what} of {source}: {_first_line(error)}") from error
+
+
+def _raise_interrupt(error: BaseException) -> None:
+    """Ctrl-C in one of transformers' late imports arrives as a missing package; it is Ctrl-C all the same."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        cause = cause.__cause__ or cause.__context__
 
 
 def _first_line(error: BaseException) -> str:

@@ -194,8 +194,8 @@ def _load() -> tuple[Library | None, str]:
     found = sorted(_DIRECTORY.glob("liboffload_native.*"))
     if not found and (_DIRECTORY.parents[1] / "pyproject.toml").is_file():
         return None, (
-            f"this is the source tree {_DIRECTORY.parents[1]}, where the native core was not built; run pip install -e . "
-            "there, or start Python elsewhere to get the installed package"
+            f"this is the source tree {_DIRECTORY.parents[1]}, where the native core was not built; run "
+            "pip install -e . there, or start Python elsewhere to get the installed package"
         )
     if not found:
         return None, (

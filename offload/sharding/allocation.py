@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -30,13 +31,23 @@ class Allocation:
         size = _pages(nbytes)
         if tier == "cpu":
             return HostHome(self.host_memory(size, kind))
-        self._tiers[tier].take(size, kind)
-        if tier == "nvme":
-            assert self._swap is not None
-            return SwapHome(self._swap, size)
-        region = self._device.region(size)
-        region.commit()
-        return ComputeHome(region)
+        with self._taken(tier, size, kind):
+            if tier == "nvme":
+                assert self._swap is not None
+                return SwapHome(self._swap, size)
+            region = self._device.region(size)
+            region.commit()
+            return ComputeHome(region)
+
+    @contextmanager
+    def _taken(self, tier: str, nbytes: int, kind: str) -> Iterator[None]:
+        """Counted, unless what makes the memory raises."""
+        self._tiers[tier].take(nbytes, kind)
+        try:
+            yield
+        except BaseException:
+            self._tiers[tier].give(nbytes, kind)
+            raise
 
     def one_more_state_block(self, unit: Unit, nbytes: int) -> Home:
         """For state that was not foreseen: with the unit's other state, else where there is room."""
@@ -56,8 +67,8 @@ class Allocation:
 
     def host_memory(self, nbytes: int, kind: str) -> HostMemory:
         size = _pages(nbytes)
-        self._tiers["cpu"].take(size, kind)
-        memory = HostMemory(size)
+        with self._taken("cpu", size, kind):
+            memory = HostMemory(size)
         if self._pin and self._device.pin(memory):
             self.locked.append(memory)
         return memory

@@ -109,12 +109,14 @@ class _Partitioner:
             dtype = compute_dtype(parameter, self._dtype)
             nbytes = footprint(parameter, dtype)
             index = open_units.get(dtype)
-            if index is None or self._units[index].nbytes + nbytes > self._largest:
+            tiled = not recurse and _works_in_tiles(module, parameter) and self._bytes(module) > self._largest
+            alone = tiled or (index is not None and self._units[index].row_bytes > 0)  # tiles are of one matrix
+            if index is None or alone or self._units[index].nbytes + nbytes > self._largest:
                 index = open_units[dtype] = len(self._units)
                 self._units.append(UnitPlan(name or "(root)", dtype))
             unit = self._units[index]
             unit.add(parameter_name, parameter)
-            if not recurse and _works_in_tiles(module, parameter) and self._bytes(module) > self._largest:
+            if tiled:
                 unit.row_bytes = parameter.shape[1] * dtype.itemsize
             self._owner[parameter] = index
 

@@ -382,19 +382,22 @@ class Runtime:
     def _follow(self, unit: Unit, members: Sequence[Member]) -> None:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self.parts.transfers.store(unit)
-            weights = self.host_weights(unit)
-            for member in members:
-                follow_weights(self.state, unit, member_span(member), weights)
+            with self.host_weights(unit) as weights:
+                for member in members:
+                    follow_weights(self.state, unit, member_span(member), weights)
         unit.writes += 1
 
-    def host_weights(self, unit: Unit) -> torch.Tensor:
-        """The flat weights of a resident unit where the host can read them (a copy unless it sees compute memory)."""
+    @contextmanager
+    def host_weights(self, unit: Unit) -> Iterator[torch.Tensor]:
+        """The flat weights of a resident unit where the host can read them, inside the context: a copy, in one of the
+        buffers that updates deliver in, unless the host sees compute memory."""
         flat = unit.region.flat[: unit.nbytes]
-        if not self.device.host_visible:
-            copy = HostMemory(unit.nbytes).tensor[: unit.nbytes]
-            self.device.download(copy, flat).wait()
-            flat = copy
-        return unit.weights(flat)
+        if self.parts.delivery is None:
+            yield unit.weights(flat)
+            return
+        with self.parts.delivery.borrow() as buffer:
+            self.device.download(buffer[: unit.nbytes], flat).wait()
+            yield unit.weights(buffer)
 
     # Units larger than the compute budget (see training.tiled)
 
@@ -418,7 +421,8 @@ class Runtime:
         """TileSource: the unit's flat weights, read from their home into host memory of their own."""
         self.settle()
         if self._residency.is_resident(unit) and not unit.permanent:
-            return self.host_weights(unit).clone()
+            with self.host_weights(unit) as weights:
+                return weights.clone()
         memory = HostMemory(unit.home.nbytes)
         self.parts.transfers.read(unit.home, memory.tensor[: unit.home.nbytes])
         return unit.weights(memory.tensor)
@@ -451,8 +455,8 @@ class Runtime:
         if unit.tile:
             self.state.add_member(unit, member, self.host_copy(unit))
         else:
-            with self.resident([unit]):
-                self.state.add_member(unit, member, self.host_weights(unit))
+            with self.resident([unit]), self.host_weights(unit) as weights:
+                self.state.add_member(unit, member, weights)
 
     def close(self) -> None:
         """Give everything back; the parameters are no longer ours. Promised updates should be settled before."""

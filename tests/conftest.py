@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+# A run started in the background ignores Ctrl-C, and so would everything that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run: a test that fails, fails again. Search for new ones with --hypothesis-profile=search.
 settings.register_profile(

@@ -19,7 +19,11 @@ class Held(SimulatedDevice):
 
     def __init__(self) -> None:
         self._gate = threading.Event()
-        super().__init__(Lanes(), delay=lambda lane: 0.0 if self._gate.wait(30) else 0.0)
+        super().__init__(Lanes(), delay=self._wait)
+
+    def _wait(self, lane: str) -> float:
+        self._gate.wait(30)
+        return 0.0
 
     def go(self) -> None:
         self._gate.set()

@@ -14,6 +14,7 @@ from offload.sharding.layout import Span, blocks, flat_layout
 from offload.sharding.unit import Home, Member, State, Unit
 from offload.sizes import PAGE, round_up
 from offload.storage.device import Device, Region
+from offload.storage.memory import HostMemory
 from offload.storage.ticket import Ticket
 from offload.training.state import STATE_BYTES, StateStore
 
@@ -128,6 +129,7 @@ def real_unit(
     for number, span in enumerate(blocks(chosen, block)):
         where = allocation.home(states[number % len(states)], span.count * STATE_BYTES, "optimizer state")
         store.create(unit, span, where, lambda part, out: out.copy_(masters[part.start : part.end]))
+    region.seal()
     return unit, masters
 
 
@@ -153,8 +155,6 @@ def home_weights(unit: Unit) -> Tensor:
 
 
 def page_buffer(nbytes: int) -> Tensor:
-    from offload.storage.memory import HostMemory
-
     return HostMemory(nbytes).tensor[:nbytes]
 
 

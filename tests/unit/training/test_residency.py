@@ -196,7 +196,7 @@ def test_an_error_names_what_holds_the_memory() -> None:
 
 def test_prefetching_keeps_what_is_expected() -> None:
     """It takes room only from units that are not expected sooner, and stops where that ends."""
-    here, units, transfers = residency(1, 1, 1, 1, 1, budget=3, depth=4)
+    here, units, transfers = residency(1, 1, 1, 1, 1, 1, budget=3, depth=2)
     for _ in range(3):
         for unit in units:
             here.use(unit, True)

@@ -1,0 +1,183 @@
+"""Gradients: kept in the right dtype, added in the order of arrival, the same object at each look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from offload.sharding.layout import flat_layout
+from offload.sharding.unit import Member, Unit
+from offload.storage.device import Device, HostDevice
+from offload.storage.memory import HostMemory
+from offload.storage.simulated import SimulatedDevice
+from offload.trace import Lanes
+from offload.training.gradients import GradientBuffer, Gradients, gradient_dtype
+from tests.unit.training.parts import FakeHome, FakeRegion
+
+SHAPES = [(3, 5), (), (0, 4), (129,)]
+
+
+@pytest.fixture(params=["host", "simulated"])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    made: Device = HostDevice(Lanes()) if request.param == "host" else SimulatedDevice(Lanes(), delay=lambda lane: 1e-3)
+    yield made
+    made.close()
+
+
+def made(device: Device, dtype: torch.dtype = torch.float32) -> tuple[Gradients, Unit, list[int]]:
+    """Gradients of one unit, and how often its memory was asked for."""
+    layout = flat_layout(SHAPES)
+    members = [
+        Member(nn.Parameter(torch.zeros(s)), f"p{i}", slot)
+        for i, (s, slot) in enumerate(zip(SHAPES, layout.slots, strict=True))
+    ]
+    unit = Unit(0, "u", torch.float32, layout, members, FakeRegion(4096), FakeHome("cpu", 4096))
+    asked: list[int] = []
+
+    def allocate() -> Tensor:
+        asked.append(layout.numel * dtype.itemsize)
+        return HostMemory(asked[-1]).tensor
+
+    return Gradients(device, [GradientBuffer(unit, dtype, allocate)]), unit, asked
+
+
+def random(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def test_dtypes() -> None:
+    kept = {torch.float32: torch.float32, torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
+    for compute, want in kept.items():
+        assert gradient_dtype(compute, None) is want
+        assert gradient_dtype(compute, torch.float32) is torch.float32
+        assert gradient_dtype(compute, torch.bfloat16) is torch.bfloat16
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("arriving", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_added_in_the_order_of_arrival(device: Device, kept: torch.dtype, arriving: torch.dtype) -> None:
+    """Each is rounded to the dtype of the buffer once, and then added there: as torch does for plain parameters."""
+    gradients, unit, _ = made(device, kept)
+    for index, shape in enumerate(SHAPES):
+        want = None
+        for seed in range(4):
+            gradient = random(shape, seed, arriving) * 100
+            gradients.arrived(unit, index, gradient.clone())
+            want = gradient.to(kept) if want is None else want + gradient.to(kept)
+            got = gradients.get(unit, index)
+            assert got is not None
+            assert got.dtype is kept
+            assert got.shape == shape
+            assert torch.equal(got, want)
+
+
+def test_memory_is_asked_for_once_and_late(device: Device) -> None:
+    gradients, unit, asked = made(device)
+    assert gradients.get(unit, 0) is None
+    gradients.set(unit, 0, None)
+    assert asked == []
+    for _ in range(2):
+        for index, shape in enumerate(SHAPES):
+            gradients.arrived(unit, index, torch.ones(shape))
+    assert asked == [unit.layout.numel * 4]
+
+
+def test_the_same_object_at_each_look(device: Device) -> None:
+    gradients, unit, _ = made(device)
+    gradients.arrived(unit, 0, torch.ones(3, 5))
+    first = gradients.get(unit, 0)
+    assert first is not None
+    first.mul_(3)
+    gradients.arrived(unit, 0, torch.ones(3, 5))
+    again = gradients.get(unit, 0)
+    assert again is first
+    assert (again == 4).all()
+    assert (gradients.buffer(unit).flat[:15] == 4).all()
+
+
+def test_neighbours_and_padding_are_left_alone(device: Device) -> None:
+    gradients, unit, _ = made(device)
+    gradients.arrived(unit, 3, torch.full((129,), 5.0))
+    gradients.wait()
+    flat = gradients.buffer(unit).flat
+    slot = unit.members[3].slot
+    assert (flat[slot.offset : slot.offset + 129] == 5).all()
+    assert not flat[: slot.offset].any()
+    assert not flat[slot.offset + 129 :].any()
+    assert [gradients.get(unit, i) is None for i in range(4)] == [True, True, True, False]
+
+
+def test_cleared_and_set(device: Device) -> None:
+    gradients, unit, _ = made(device)
+    gradients.arrived(unit, 0, torch.ones(3, 5))
+    kept = gradients.get(unit, 0)
+    assert kept is not None
+    gradients.set(unit, 0, None)
+    assert gradients.get(unit, 0) is None
+    gradients.arrived(unit, 0, torch.full((3, 5), 7.0))
+    now = gradients.get(unit, 0)
+    assert now is not None
+    assert (now == 7).all()
+    assert (kept == 1).all()  # whoever kept p.grad keeps its values
+    gradients.set(unit, 0, torch.full((3, 5), 2.0, dtype=torch.float64))
+    assert (now == 2).all()
+    gradients.set(unit, 0, now)
+    assert (now == 2).all()
+    gradients.set(unit, 1, torch.tensor(4.0))
+    got = gradients.get(unit, 1)
+    assert got is not None
+    assert got == 4
+    with pytest.raises(RuntimeError, match=r"gradient of 'p0' must have its shape: expected \(3, 5\), found \(5, 3\)"):
+        gradients.set(unit, 0, torch.ones(5, 3))
+    assert (now == 2).all()
+
+
+def test_sparse_gradients(device: Device) -> None:
+    gradients, unit, _ = made(device)
+    rows = torch.tensor([[0, 2, 2]])
+    sparse = torch.sparse_coo_tensor(rows, torch.ones(3, 5), (3, 5), check_invariants=True)
+    for factor in (1, 2):
+        gradients.arrived(unit, 0, sparse)
+        got = gradients.get(unit, 0)
+        assert got is not None
+        assert torch.equal(got, sparse.to_dense() * factor)
+
+
+def test_other_layouts_of_memory(device: Device) -> None:
+    gradients, unit, _ = made(device)
+    transposed = random((5, 3), 1).t()
+    gradients.arrived(unit, 0, transposed)
+    gradients.arrived(unit, 0, torch.ones(()).expand(3, 5))
+    got = gradients.get(unit, 0)
+    assert got is not None
+    assert torch.equal(got, transposed + 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["arrive", "clear", "set", "look"])), max_size=25))
+def test_any_order_of_events(events: list[tuple[int, str]]) -> None:
+    for device in (HostDevice(Lanes()), SimulatedDevice(Lanes(), delay=lambda lane: 0.0)):
+        gradients, unit, _ = made(device)
+        want: list[Tensor | None] = [None] * 4
+        for seed, (index, event) in enumerate(events):
+            value = random(SHAPES[index], seed)
+            if event == "arrive":
+                before = want[index]
+                gradients.arrived(unit, index, value.clone())
+                want[index] = value if before is None else before + value
+            elif event == "look":
+                got = gradients.get(unit, index)
+                assert (got is None) == (want[index] is None)
+            else:
+                want[index] = None if event == "clear" else value
+                gradients.set(unit, index, want[index])
+        for index, value in enumerate(want):
+            got = gradients.get(unit, index)
+            assert (got is None and value is None) or (
+                got is not None and value is not None and torch.equal(got, value)
+            )
+        device.close()

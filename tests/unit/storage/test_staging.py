@@ -1,92 +1,96 @@
-"""The staging pool: a fixed number of exact buffers, and whoever asks waits for one."""
+"""The staging pool: a fixed number of exact buffers; who finds none waits, and nobody waits for ever."""
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from offload.sizes import PAGE
-from offload.storage.memory import HostMemory
+from offload.storage.memory import POISON, HostMemory
 from offload.storage.staging import StagingPool
 
 
-def test_buffers_are_exact_apart_and_made_once() -> None:
-    asked: list[int] = []
+def pool(count: int = 3, nbytes: int = 2 * PAGE, poison: bool = False) -> StagingPool:
+    return StagingPool(count, nbytes, HostMemory, poison)
 
-    def allocate(nbytes: int) -> HostMemory:
-        asked.append(nbytes)
-        return HostMemory(nbytes)
 
-    pool = StagingPool(3, 5 * PAGE, allocate)
-    assert asked == [5 * PAGE] * 3
-    buffers = [pool.take() for _ in range(3)]
-    assert all(b.numel() == 5 * PAGE and b.data_ptr() % PAGE == 0 for b in buffers)
-    starts = sorted(b.data_ptr() for b in buffers)
-    assert all(b - a >= 5 * PAGE for a, b in itertools.pairwise(starts))
+def test_buffers_are_exact_and_aligned() -> None:
+    sizes: list[int] = []
+    made = StagingPool(4, 3 * PAGE, lambda nbytes: (sizes.append(nbytes), HostMemory(nbytes))[1])
+    assert sizes == [3 * PAGE] * 4  # no more, and not rounded up to a power of two
+    buffers = [made.take() for _ in range(4)]
+    assert len({b.data_ptr() for b in buffers}) == 4
     for buffer in buffers:
-        pool.release(buffer)
-    again = {pool.take().data_ptr() for _ in range(3)}
-    assert again == set(starts)
-    assert asked == [5 * PAGE] * 3
+        assert buffer.numel() == 3 * PAGE
+        assert buffer.data_ptr() % PAGE == 0
+        assert buffer.dtype is torch.uint8
+    assert made.free == 0
 
 
-def test_none_free_is_told_at_once_or_waited_for() -> None:
-    pool = StagingPool(1, PAGE, HostMemory)
-    buffer = pool.take()
-    assert pool.free == 0
-    assert pool.take_if_free() is None
-    got: list[torch.Tensor] = []
-    waiting = threading.Thread(target=lambda: got.append(pool.take()))
-    waiting.start()
-    time.sleep(0.05)
-    assert not got
-    pool.release(buffer)
-    waiting.join(10)
-    assert got[0].data_ptr() == buffer.data_ptr()
-    assert pool.take_if_free() is None
+def test_taken_and_released() -> None:
+    made = pool(2)
+    first, second = made.take(), made.take()
+    assert made.take_if_free() is None
+    made.release(first)
+    again = made.take_if_free()
+    assert again is not None
+    assert again.data_ptr() == first.data_ptr()
+    made.release(again), made.release(second)
+    assert made.free == made.count == 2
 
 
-def test_many_threads_share_few_buffers() -> None:
-    pool, inside, most = StagingPool(3, PAGE, HostMemory), 0, 0
-    lock, errors = threading.Lock(), []
-
-    def work(value: int) -> None:
-        nonlocal inside, most
-        for _ in range(50):
-            with pool.borrow() as buffer:
-                with lock:
-                    inside += 1
-                    most = max(most, inside)
-                buffer.fill_(value)
-                if not bool((buffer == value).all()):
-                    errors.append(value)
-                with lock:
-                    inside -= 1
-
-    threads = [threading.Thread(target=work, args=(value,)) for value in range(1, 9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not errors
-    assert most <= 3
-    assert pool.free == 3
+def test_a_taker_waits_until_one_is_released() -> None:
+    made = pool(1)
+    held = made.take()
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(made.take)
+        time.sleep(0.05)
+        assert not waiting.done()
+        made.release(held)
+        assert waiting.result(10).data_ptr() == held.data_ptr()
 
 
-def test_a_borrowed_buffer_comes_back_after_an_error() -> None:
-    pool = StagingPool(1, PAGE, HostMemory)
-    with pytest.raises(ZeroDivisionError), pool.borrow():
-        raise ZeroDivisionError
-    assert pool.free == 1
-
-
-def test_a_poisoned_pool_hides_what_was_left_in_a_buffer() -> None:
-    pool = StagingPool(1, PAGE, HostMemory, poison=True)
-    with pool.borrow() as buffer:
+def test_borrowed_and_given_back_after_an_error() -> None:
+    made = pool(1)
+    with made.borrow() as buffer:
         buffer.fill_(1)
-    with pool.borrow() as buffer:
-        assert buffer.view(torch.float32).isnan().all()
+        assert made.free == 0
+    with pytest.raises(KeyError), made.borrow():
+        raise KeyError
+    assert made.free == 1
+
+
+def test_poison_on_request() -> None:
+    """A late write or an early read of a released buffer then shows."""
+    for poison in (False, True):
+        made = pool(1, poison=poison)
+        with made.borrow() as buffer:
+            buffer.fill_(1)
+        assert (buffer == (POISON if poison else 1)).all()
+
+
+def test_many_threads() -> None:
+    """Each buffer has one owner at a time, and every taker gets one."""
+    made, owners, lock = pool(3), set[int](), threading.Lock()
+
+    def work(number: int) -> int:
+        for turn in range(30):
+            with made.borrow() as buffer:
+                with lock:
+                    assert buffer.data_ptr() not in owners
+                    owners.add(buffer.data_ptr())
+                buffer[:8] = (number * 31 + turn) % 251
+                if turn % 7 == number % 7:
+                    time.sleep(1e-4)
+                assert (buffer[:8] == (number * 31 + turn) % 251).all()
+                with lock:
+                    owners.remove(buffer.data_ptr())
+        return number
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(work, range(8), timeout=60)) == list(range(8))
+    assert made.free == 3

@@ -1,59 +1,73 @@
-"""Tiers as accounts: a budget is never passed, and who would pass it is told what is there."""
+"""Accounts: what a tier holds, held at most and may hold; a budget is never passed."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from offload.errors import BudgetError
 from offload.storage.tiers import Tier
 
-
-def test_taking_and_giving() -> None:
-    tier = Tier("cpu", 100)
-    tier.take(60, "weights")
-    tier.take(40, "gradients")
-    assert (tier.used, tier.free, tier.peak) == (100, 0, 100)
-    tier.give(60, "weights")
-    tier.take(10, "gradients")
-    assert (tier.used, tier.free, tier.peak) == (50, 50, 100)
-    assert dict(tier.by_kind) == {"weights": 0, "gradients": 50}
+KINDS = st.sampled_from(["weights", "optimizer state", "gradients", "staging"])
 
 
-def test_one_byte_too_many_changes_nothing_and_says_what_is_held() -> None:
-    tier = Tier("gpu", 1000)
-    tier.take(900, "weights")
-    with pytest.raises(BudgetError) as refused:
-        tier.take(101, "gradients")
-    message = str(refused.value)
-    for word in ("'gpu'", "101 B", "100 B", "1000 B", "gradients", "weights 900 B", "budgets['gpu']", "1 B"):
-        assert word in message, message
-    assert (tier.used, tier.peak) == (900, 900)
-    assert "gradients" not in tier.by_kind
-    tier.take(100, "gradients")
-    with pytest.raises(BudgetError, match="held: nothing"):
-        Tier("cpu", 0).take(1, "weights")
+class TierMachine(RuleBasedStateMachine):
+    """Take and give in any order, against a plain list."""
 
+    @initialize(budget=st.integers(0, 100))
+    def start(self, budget: int) -> None:
+        self.tier, self.held, self.most = Tier("cpu", budget), list[tuple[int, str]](), 0
 
-@given(
-    budget=st.integers(0, 1 << 40),
-    moves=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 1 << 38)), max_size=40),
-)
-def test_no_series_of_events_passes_the_budget(budget: int, moves: list[tuple[str, int]]) -> None:
-    tier, held, peak = Tier("nvme", budget), {"a": 0, "b": 0, "c": 0}, 0
-    for kind, nbytes in moves:
-        if sum(held.values()) + nbytes > budget:
-            with pytest.raises(BudgetError):
-                tier.take(nbytes, kind)
-            if held[kind]:
-                tier.give(held[kind], kind)
-                held[kind] = 0
+    @rule(nbytes=st.integers(0, 60), kind=KINDS)
+    def take(self, nbytes: int, kind: str) -> None:
+        if self._used() + nbytes <= self.tier.budget:
+            self.tier.take(nbytes, kind)
+            self.held.append((nbytes, kind))
+            self.most = max(self.most, self._used())
         else:
-            tier.take(nbytes, kind)
-            held[kind] += nbytes
-            peak = max(peak, sum(held.values()))
-        assert tier.used == sum(held.values()) <= budget
-        assert tier.free == budget - tier.used
-        assert tier.peak == peak
-        assert sum(tier.by_kind.values()) == tier.used
+            with pytest.raises(BudgetError):
+                self.tier.take(nbytes, kind)
+
+    @rule(number=st.integers(0, 20))
+    def give(self, number: int) -> None:
+        if self.held:
+            self.tier.give(*self.held.pop(number % len(self.held)))
+
+    def _used(self) -> int:
+        return sum(nbytes for nbytes, _ in self.held)
+
+    @invariant()
+    def books(self) -> None:
+        if not hasattr(self, "tier"):
+            return
+        assert self.tier.used == self._used() <= self.tier.budget
+        assert self.tier.peak == self.most <= self.tier.budget
+        assert self.tier.free == self.tier.budget - self.tier.used
+        for kind in {kind for _, kind in self.held}:
+            assert self.tier.by_kind[kind] == sum(nbytes for nbytes, k in self.held if k == kind)
+        assert sum(self.tier.by_kind.values()) == self.tier.used
+
+
+TestTier = TierMachine.TestCase
+TestTier.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+def test_an_error_says_what_holds_the_room_and_what_to_do() -> None:
+    tier = Tier("nvme", 10 << 10)
+    with pytest.raises(BudgetError, match=r"held: nothing"):
+        tier.take(11 << 10, "weights")
+    tier.take(6 << 10, "optimizer state"), tier.take(1 << 10, "weights"), tier.take(2 << 10, "gradients")
+    tier.give(2 << 10, "gradients")
+    with pytest.raises(BudgetError) as caught:
+        tier.take(5 << 10, "weights")
+    for words in (
+        "tier 'nvme': expected room for 5.0 KiB of weights",
+        "found 3.0 KiB free of a budget of 10.0 KiB",
+        "(held: optimizer state 6.0 KiB, weights 1.0 KiB)",
+        "raise budgets['nvme'] by at least 2.0 KiB",
+    ):
+        assert words in str(caught.value)
+    assert tier.used == 7 << 10
+    assert tier.peak == 9 << 10

@@ -251,6 +251,16 @@ def test_a_device_that_the_host_cannot_see(op: str, tmp_path: Path) -> None:
         assert len(got.errors) <= 1
 
 
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+def test_many_small_blocks(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More blocks of state than staging buffers, and units that are fetched in several pieces."""
+    monkeypatch.setattr(memory, "blocks", functools.partial(layout.blocks, block=layout.ALIGN))
+    for n in (1, 5, 11, 18, 30, 60, 100, 160):
+        for op, times in (("read", 1), ("write", 1), ("any", 7)):
+            got = train_with(f"op={op},nth={n},times={times},error=EIO", tmp_path, device=device)
+            assert_equal(got, clean())
+
+
 def test_an_update_that_cannot_be_written(tmp_path: Path) -> None:
     """While the fault lasts, every use of the model raises; nobody ever sees half a step."""
     model = wrap(net(), ("gpu", "nvme"), tmp_path, gpu=GPU)

@@ -68,17 +68,24 @@ def test_the_mapping_lives_as_long_as_any_tensor_over_it() -> None:
     assert (part == 3).all()
 
 
-def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The advice is refused, and that is all."""
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system knows no huge pages")
+@pytest.mark.parametrize("refused", [False, True])
+def test_huge_pages_are_asked_for_where_they_pay(refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel without them refuses, and that is all."""
+    advices: list[int] = []
 
     class Mapping(mmap.mmap):
         def madvise(self, advice: int, *where: int) -> None:
-            if advice == getattr(mmap, "MADV_HUGEPAGE", -1):
+            advices.append(advice)
+            if refused:
                 raise OSError(22, "Invalid argument")
             super().madvise(advice, *where)
 
     monkeypatch.setattr(mmap, "mmap", Mapping)
+    HostMemory(HUGE_PAGE - PAGE)
+    assert advices == []
     memory = HostMemory(HUGE_PAGE)
+    assert advices == [mmap.MADV_HUGEPAGE]
     memory.tensor.fill_(5)
     assert memory.tensor[-1] == 5
 

@@ -63,12 +63,12 @@ class Setup:
     lanes: Lanes  # of the swap space
     begun: int = 0
 
-    def pending(self, chosen: Sequence[Sequence[int]], rule: UpdateRule) -> PendingUpdate:
-        """An update of these members of each unit."""
+    def pending(self, chosen: Sequence[Sequence[int]], *rules: UpdateRule) -> PendingUpdate:
+        """An update of these members of each unit, by these rules in turn."""
         updates = []
         for unit, members, gradient in zip(self.units, chosen, self.gradients, strict=True):
-            slots = [unit.members[i].slot for i in members]
-            pieces = merged([(Span(s.offset, s.end - s.offset), rule) for s in slots])
+            slots = [(unit.members[i].slot, rules[i % len(rules)]) for i in members]
+            pieces = merged([(Span(s.offset, s.end - s.offset), rule) for s, rule in slots])
             if pieces:
                 updates.append(UnitUpdate(unit, [unit.members[i] for i in members], pieces, gradient))
 
@@ -185,7 +185,7 @@ def test_everything_once(
     with setup(backend, homes, places, buffers=buffers, dtype=dtype, simulated=simulated) as made:
         for index in resident:
             made.residency.use(made.units[index], True)
-        pending = made.pending(chosen, AddRule())
+        pending = made.pending(chosen, AddRule("a"), AddRule("b"))
         tries = 0
         with faults.inject(f"op={fault},nth={nth},times={times},error=EIO") if fault else contextlib.nullcontext():
             while True:
@@ -204,8 +204,8 @@ def test_everything_once(
 def test_a_rule_that_fails_goes_on_where_it_was(backend: IoBackend, place: str, fails: list[int]) -> None:
     """Whether a block is in memory (pieces that are done stay done) or on disk (it is read again)."""
     with setup(backend, HOMES, [[place]] * 3) as made:
-        rule = AddRule(fail=fails)
-        pending = made.pending(EVERYTHING, rule)
+        first = AddRule("a", fail=fails)
+        pending = made.pending(EVERYTHING, first, AddRule("b", first.seen, fails))  # so a block has several pieces
         for _ in fails:
             with pytest.raises(OSError, match="as the test wanted"):
                 pending.finish(made.thread)

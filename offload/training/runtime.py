@@ -162,6 +162,11 @@ class Runtime:
                 "expected one thread at a time in an offloaded model, found another one inside it; use a lock around "
                 "forward, or a model for each thread"
             )
+        if _in_a_gradient_transform() and not all(u.permanent for u in units):
+            raise NotImplementedError(
+                "torch.func.grad, vjp and jvp of an offloaded model: they take no saved-tensor hooks, and its weights "
+                "come by these. Use torch.autograd.grad or torch.autograd.functional, or a gpu budget for all weights"
+            )
         entered: list[Unit] = []
         try:
             for unit in units:
@@ -496,3 +501,10 @@ def _in_a_module() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _in_a_gradient_transform() -> bool:
+    """Is this thread inside torch.func.grad or one of its relatives (vmap is none)?"""
+    transform = torch._C._functorch.peek_interpreter_stack()
+    kinds = torch._C._functorch.TransformType
+    return transform is not None and transform.key() in (kinds.Grad, kinds.Jvp)

@@ -115,7 +115,7 @@ def _load_member(runtime: Runtime, unit: Unit, member: Member, reader: _Reader) 
     if f"weight:{member.name}" in reader.where:
         member.parameter.copy_(reader.get(f"weight:{member.name}"))
         if runtime.state.has(unit, member):  # trained here before, and frozen when it was saved: it starts anew
-            zero = torch.zeros(member.slot.shape)
+            zero = torch.zeros(member.slot.shape, device="cpu")
             write_moments(runtime.state, unit, member, zero, zero)
         return
     member.parameter.copy_(reader.get(f"master:{member.name}"))

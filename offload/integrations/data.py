@@ -126,7 +126,7 @@ def tokenise(document: Document, tokenizer: Any) -> torch.Tensor:
         end = tokenizer.eos_token_id
         if end is not None and (not ids or ids[-1] != end):
             ids.append(end)
-    return torch.tensor(ids, dtype=torch.int32)
+    return torch.tensor(ids, dtype=torch.int32, device="cpu")
 
 
 def split_documents(lengths: Sequence[int], seq_len: int, fraction: float, seed: int) -> tuple[list[int], list[int]]:
@@ -154,7 +154,7 @@ def split_documents(lengths: Sequence[int], seq_len: int, fraction: float, seed:
 
 def pack(documents: Sequence[torch.Tensor], seq_len: int) -> torch.Tensor:
     """The documents end to end, cut to blocks: shape (blocks, seq_len). An unfilled last block is dropped."""
-    stream = torch.cat(list(documents)) if documents else torch.empty(0, dtype=torch.int32)
+    stream = torch.cat(list(documents)) if documents else torch.empty(0, dtype=torch.int32, device="cpu")
     blocks = len(stream) // seq_len
     return stream[: blocks * seq_len].view(blocks, seq_len)
 

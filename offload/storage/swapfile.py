@@ -188,16 +188,16 @@ class SwapFile:
         os.ftruncate(self.fd, 0)
 
     def _round_trip(self) -> bool:
-        memory = torch.zeros(5 * PAGE, dtype=torch.uint8)
+        memory = torch.zeros(5 * PAGE, dtype=torch.uint8, device="cpu")
         start = -memory.data_ptr() % PAGE
         sent, got = memory[start : start + 2 * PAGE], memory[start + 2 * PAGE : start + 4 * PAGE]
-        sent.copy_(torch.arange(2 * PAGE) % 251)
+        sent.copy_(torch.arange(2 * PAGE, device="cpu") % 251)
         self._backend.submit(True, self.fd, sent, 0).wait()
         self._backend.submit(False, self.fd, got, 0).wait()
         return torch.equal(sent, got)
 
     def _write_zeros(self, offset: int, nbytes: int) -> None:
-        memory = torch.zeros(min(nbytes, _ZEROS) + PAGE, dtype=torch.uint8)
+        memory = torch.zeros(min(nbytes, _ZEROS) + PAGE, dtype=torch.uint8, device="cpu")
         start = -memory.data_ptr() % PAGE
         for at in range(0, nbytes, _ZEROS):
             zeros = memory[start : start + min(_ZEROS, nbytes - at)]

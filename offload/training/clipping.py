@@ -20,7 +20,7 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not listed:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     if not max_norm >= 0:
         raise ValueError(f"max_norm: expected a number >= 0, found {max_norm!r}")
     runtime = runtime_of(listed[0])
@@ -33,4 +33,4 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
             total += sum_squares(gradient)
     norm = math.sqrt(total) if total >= 0 else math.nan
     runtime.set_clip_factor(listed, min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan)
-    return torch.tensor(norm, dtype=torch.float64)
+    return torch.tensor(norm, dtype=torch.float64, device="cpu")

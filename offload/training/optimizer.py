@@ -74,7 +74,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         member = unit.members[index]
         if member.step:
             runtime.settle()
-            zero = torch.zeros(member.slot.shape)
+            zero = torch.zeros(member.slot.shape, device="cpu")
             write_moments(runtime.state, unit, member, zero, zero)
             member.step = 0
         member.optimizer = self._serial
@@ -159,7 +159,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             found = read_member(self._owner().state, unit, member) if member.step else None
             if found is not None:
                 slots = dict(zip(self._slots, found[1:], strict=False))
-                out["state"][number] = {"step": torch.tensor(float(member.step)), **slots}
+                out["state"][number] = {"step": torch.tensor(float(member.step), device="cpu"), **slots}
         return out
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -183,7 +183,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         for number, unit, member in self._members():
             found = state.get(number)
-            zero = torch.zeros(member.slot.shape)
+            zero = torch.zeros(member.slot.shape, device="cpu")
             if found is not None:
                 self._owner().prepare_state(unit, member)
             if found is not None or self._owner().state.has(unit, member):

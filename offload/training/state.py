@@ -105,7 +105,7 @@ def read_member(
     if not store.has(unit, member):
         return None
     slot = member.slot
-    out = torch.zeros(3, slot.numel, dtype=torch.float32)
+    out = torch.zeros(3, slot.numel, dtype=torch.float32, device="cpu")
 
     def copy(part: Span, *state: torch.Tensor) -> None:
         at = part.start - slot.offset

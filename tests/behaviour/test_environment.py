@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import offload
-from tests.loops import ROOT, TIERS, adamw, masters, run_python, train, wrap
+from tests.loops import ROOT, TIERS, adamw, close, masters, plain_adamw, run_python, train, wrap
 from tests.models import MLP_TASK
 from tests.unit.storage.iotools import build_shim
 
@@ -136,3 +136,27 @@ def test_one_cpu(tmp_path: Path) -> None:
     assert_same_run(result)
     info = result["info"]
     assert info["threads"] == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+@pytest.mark.parametrize("tiers", [("gpu",), *TIERS.values()], ids=["gpu", *TIERS])
+def test_a_default_device_of_torch_is_not_ours(tiers: tuple[str, ...], device: str, tmp_path: Path) -> None:
+    """Host memory is host memory. Device "meta" stands in for any other that the user may have made the default."""
+    plain, model = MLP_TASK.model(), MLP_TASK.model()
+    batches = MLP_TASK.batches(4)
+    want = train(plain, plain_adamw(plain), batches, clip=0.5)
+    with torch.device("meta"):
+        wrap(model, tiers, tmp_path, gpu="4KiB" if len(tiers) > 1 else None, device=device)
+        optimizer = adamw(model)
+        close(train(model, optimizer, batches, clip=0.5), want)
+        optimizer.load_state_dict(optimizer.state_dict())
+        model.load_state_dict(masters(model))
+        offload.clip_grad_norm_(model.parameters(), 1.0)
+        with offload.gather(model.b.weight, modify=True), torch.no_grad():
+            model.b.weight[0] = 1.0
+        offload.save_pretrained(model, tmp_path / "export")
+        offload.save_checkpoint(tmp_path / "checkpoint", model, optimizer)
+        offload.load_checkpoint(tmp_path / "checkpoint", model, optimizer)
+        offload.unwrap(model)
+    assert model.b.weight.device.type == "cpu"
+    assert (model.b.weight[0] == 1).all()

@@ -18,6 +18,9 @@ from offload.errors import BudgetError
 from offload.sizes import parse_size
 
 ROOT = Path(__file__).parents[1]
+DEVICE = torch.device("cuda" if os.environ.get("OFFLOAD_DEVICE", "").startswith("cuda") else "cpu")
+"""Where compute takes place: on a GPU only where OFFLOAD_DEVICE says so, see scripts/gpu_check.sh."""
+
 ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 TIERS = {"cpu": ("gpu", "cpu"), "nvme": ("gpu", "nvme"), "all": ("gpu", "cpu", "nvme")}
 """The sets of tiers beside ["gpu"]."""
@@ -93,7 +96,7 @@ def assert_same(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    a, b = a.detach(), b.detach()
+    a, b = a.detach().cpu(), b.detach().cpu()
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 
 
@@ -101,13 +104,13 @@ def assert_close(got: Mapping[str, Tensor], want: Mapping[str, Tensor], toleranc
     """Within ``tolerance``, relative or absolute, whatever the dtypes."""
     assert set(got) == set(want)
     for name, value in want.items():
-        torch.testing.assert_close(
-            got[name].float(), value.detach().float(), rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        a, b = got[name].float().cpu(), value.detach().float().cpu()
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def close(a: Any, b: Any, tolerance: float = 1e-5) -> None:
-    torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=tolerance, atol=tolerance)
+    a, b = torch.as_tensor(a).detach().cpu(), torch.as_tensor(b).detach().cpu()
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 def weight_bytes(model: nn.Module, itemsize: int = 4) -> int:

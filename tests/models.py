@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.loops import DEVICE
+
 VOCAB = 48
 
 
@@ -106,7 +108,7 @@ class Task:
         """A new model with the weights of ``seed``; ``dtype`` is the one it will compute in."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = self.build()
+            model = self.build().to(DEVICE)
         if self.buffers_follow and dtype is not None:
             for module in model.modules():
                 for name, buffer in module._buffers.items():
@@ -116,8 +118,8 @@ class Task:
 
     def batches(self, count: int, seed: int = 1, dtype: torch.dtype | None = None) -> list[Any]:
         """``count`` batches of ``seed``, floating ones in ``dtype``."""
-        generator = torch.Generator().manual_seed(seed)
-        made = [self.batch(generator) for _ in range(count)]
+        generator = torch.Generator("cpu").manual_seed(seed)
+        made = [self.batch(generator).to(DEVICE) for _ in range(count)]
         return [b.to(dtype) if dtype is not None and b.is_floating_point() else b for b in made]
 
 
@@ -126,11 +128,11 @@ def _call(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def _randn(*shape: int) -> Callable[[torch.Generator], Tensor]:
-    return lambda generator: torch.randn(*shape, generator=generator)
+    return lambda generator: torch.randn(*shape, generator=generator, device="cpu")
 
 
 def _tokens(vocabulary: int, *shape: int) -> Callable[[torch.Generator], Tensor]:
-    return lambda generator: torch.randint(0, vocabulary, shape, generator=generator)
+    return lambda generator: torch.randint(0, vocabulary, shape, generator=generator, device="cpu")
 
 
 def _language(model: nn.Module, ids: Tensor) -> Tensor:
@@ -140,7 +142,7 @@ def _language(model: nn.Module, ids: Tensor) -> Tensor:
 def _first_classes(model: nn.Module, images: Tensor) -> Tensor:
     logits = model(images)
     logits = getattr(logits, "logits", logits)
-    return F.cross_entropy(logits.float(), torch.arange(images.shape[0]) % logits.shape[-1])
+    return F.cross_entropy(logits.float(), torch.arange(images.shape[0], device=logits.device) % logits.shape[-1])
 
 
 def llama(tied: bool, layers: int = 4) -> nn.Module:

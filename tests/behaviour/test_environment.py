@@ -20,6 +20,8 @@ from tests.loops import ROOT, TIERS, adamw, close, masters, plain_adamw, run_pyt
 from tests.models import MLP_TASK
 from tests.unit.storage.iotools import build_shim
 
+pytestmark = pytest.mark.host
+
 
 def fingerprint(swap: Path) -> dict[str, Any]:
     """Losses and a digest of all bits of a short run, and what it ran with."""

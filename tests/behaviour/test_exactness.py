@@ -87,6 +87,7 @@ def test_tiers_with_tight_budgets_change_no_bit(
     assert_exact(got, reference(name, dtype))
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_slow_asynchronous_device_changes_no_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -125,6 +126,11 @@ def _touches(spec: Spec) -> bool:
     return spec.kind in ("list", "empty", "direct") or any(_touches(part) for part in spec.parts)
 
 
+def _spans(spec: Spec) -> bool:
+    """Is there a non-reentrant checkpoint around several modules?"""
+    return (spec.recomputed == "other" and bool(spec.parts)) or any(_spans(part) for part in spec.parts)
+
+
 def build(spec: Spec) -> nn.Module:
     torch.manual_seed(5)
     return Whole(spec)
@@ -140,6 +146,7 @@ def trained(model: nn.Module) -> tuple[list[float], dict[str, Tensor], dict[str,
     return result
 
 
+@pytest.mark.host
 @settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking takes minutes here
 @given(
     spec=_specs(),
@@ -166,6 +173,8 @@ def test_random_modules_on_random_tiers_train_as_on_one(
     with tempfile.TemporaryDirectory() as folder:
         settings_ = {"dtype": dtype, "device": device, "poison": poison and device == "cpu", "prefetch_units": depth}
         needed = smallest_budgets(functools.partial(build, spec), tiers, Path(folder), **settings_)
+        if _spans(spec):  # a weight that backward has unpacked stays while the units before it are computed again
+            needed["gpu"] *= 3
         budgets = {t: needed[t] + spare.get(t, 0) * PAGE for t in tiers}
         try:
             got = trained(wrap(build(spec), tiers, Path(folder), budgets=budgets, threads=threads, **settings_))

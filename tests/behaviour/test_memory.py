@@ -21,6 +21,8 @@ from offload.storage import memory as memories
 from tests.loops import TIERS, adamw, named_budgets, run_checked, train, wrap
 from tests.models import CNN_TASK, EXPERTS_TASK, LLAMA_TASK, LLAMA_TIED_TASK, MLP, MLP_TASK, TIED_TASK, VIT_TASK, Task
 
+pytestmark = pytest.mark.host  # its books are kept where host memory is made
+
 STAGING_BUFFERS = 6
 
 
@@ -184,7 +186,7 @@ def test_what_a_parameter_costs_on_each_tier(dtype: str, width: int, tmp_path: P
     largest = max(pages(n * width) for n in layers)
 
     def used(tiers: tuple[str, ...], gpu: int | None) -> dict[str, dict[str, int]]:
-        model = wrap(MLP(), tiers, tmp_path, gpu=gpu, dtype=dtype)
+        model = wrap(MLP(), tiers, tmp_path, gpu=gpu, dtype=dtype, device="cpu")
         optimizer = adamw(model)
         batches = MLP_TASK.batches(2, dtype=model.b.weight.dtype)
         train(model, optimizer, batches)
@@ -260,7 +262,7 @@ def test_sizes_just_above_powers_of_two_are_not_rounded_up() -> None:
     """The bytes of the tensors, a page for each unit's rounding, and nothing else."""
     build = functools.partial(MLP, 129, 1100)
     need = sum(p.numel() * 4 for p in build().parameters())
-    model = wrap(build(), ("gpu", "cpu"), gpu="8MiB", pin=True)
+    model = wrap(build(), ("gpu", "cpu"), gpu="8MiB", pin=True, device="cpu")
     train(model, adamw(model), [torch.randn(2, 129)] * 2)
     tiers = offload.stats(model).tiers
     assert tiers["gpu"].used + tiers["cpu"].used <= 5.01 * need + 20 * PAGE

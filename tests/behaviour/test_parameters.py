@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import offload
 from tests.loops import (
     ADAM,
+    DEVICE,
     TIERS,
     adamw,
     assert_close,
@@ -101,7 +102,7 @@ def test_questions_of_shape_and_type_move_nothing(away: Make) -> None:
         assert p.is_floating_point()
         assert torch.is_floating_point(p)
         assert len(p) == len(want)
-        assert p.device == torch.device("cpu")
+        assert p.device.type == DEVICE.type
         assert torch.empty_like(p).shape == torch.zeros_like(p).shape == want.shape
         assert {p: 1}[p] == 1
         p.requires_grad_(False).requires_grad_(True)
@@ -151,6 +152,8 @@ READINGS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("name", READINGS)
 def test_reading_gives_the_values(name: str, away: Make) -> None:
+    if DEVICE.type != "cpu" and name in ("numpy", "asarray", "bytes"):
+        pytest.skip("NumPy reads host memory only")
     model, plain = trained_pair(MLP_TASK, away, steps=0)
     got, want = READINGS[name](model), READINGS[name](plain)
     if isinstance(want, str | bytes | bool):

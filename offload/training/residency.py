@@ -103,12 +103,12 @@ class Residency:
         """Give the memory of a unit back; its weights are at home, unchanged."""
         if unit.permanent or unit.state is State.AWAY:
             return
-        ticket, unit.ticket = unit.ticket, None
-        if ticket is not None:
+        if unit.ticket is not None:
             with suppress(OSError):  # nobody will read what this fetch would have brought
-                ticket.order_compute()
+                unit.ticket.order_compute()
+        unit.state = State.AWAY  # before its memory goes: audit() puts the rest right, should an interrupt come here
+        unit.ticket = None
         unit.region.release()
-        unit.state = State.AWAY
         self._tier.give(unit.region.nbytes, KIND)
 
     def audit(self) -> None:
@@ -138,8 +138,8 @@ class Residency:
             unit.ticket = None
             self.release(unit)  # so that the next use asks again
             raise
-        unit.ticket = None
         unit.state = State.RESIDENT
+        unit.ticket = None
 
     def _commit(self, unit: Unit) -> None:
         self._find_room(unit.region.nbytes, unit.name)

@@ -1,9 +1,11 @@
 // The arithmetic half of offload_native.h: checks, and the way from a call to a kernel on a pool of threads.
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <memory>
 #include <new>
 
+#include "crc32c.h"
 #include "dispatch.h"
 #include "kernels.h"
 #include "offload_native.h"
@@ -131,6 +133,40 @@ int32_t offload_traffic(float* param, const uint16_t* grad, float* exp_avg, floa
           c.kernels->traffic(c.args, begin, end);
         },
         &context);
+  } catch (const std::bad_alloc&) {
+    return -ENOMEM;
+  }
+  return 0;
+}
+
+int32_t offload_crc_hardware(void) {
+  return offload::crc32c_hardware() != nullptr ? 1 : 0;
+}
+
+int32_t offload_crc32c(const void* data, uint64_t nbytes, uint64_t granule, uint32_t* out, int32_t how,
+                       int32_t threads) {
+  if (granule == 0 || threads < 1 || (how != OFFLOAD_CRC_SOFTWARE && how != OFFLOAD_CRC_HARDWARE)) return -EINVAL;
+  struct Context {
+    const unsigned char* data;
+    std::size_t nbytes, granule;
+    uint32_t* out;
+    offload::Crc32c checksum;
+  } context{static_cast<const unsigned char*>(data), nbytes, granule, out,
+            how == OFFLOAD_CRC_HARDWARE ? offload::crc32c_hardware() : offload::crc32c_software};
+  if (context.checksum == nullptr) return -ENOTSUP;
+  if (nbytes == 0) return 0;
+  if (!data || !out) return -EINVAL;
+  constexpr std::size_t kPortionBytes = 256 << 10;
+  try {
+    offload::parallel_for((nbytes - 1) / granule + 1, threads,
+                          [](void* raw, std::size_t begin, std::size_t end) {
+                            const Context& c = *static_cast<const Context*>(raw);
+                            for (std::size_t i = begin; i < end; ++i) {
+                              const std::size_t at = i * c.granule;
+                              c.out[i] = c.checksum(c.data + at, std::min(c.granule, c.nbytes - at));
+                            }
+                          },
+                          &context, std::max<std::size_t>(1, kPortionBytes / granule));
   } catch (const std::bad_alloc&) {
     return -ENOMEM;
   }

@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 // Raised whenever a struct or a signature below changes; the binding refuses any other number.
-#define OFFLOAD_ABI 1
+#define OFFLOAD_ABI 2
 OFFLOAD_API int32_t offload_abi(void);
 
 // A short English text for a code returned by a function below. Never NULL; the text is static or thread-local.
@@ -84,6 +84,18 @@ OFFLOAD_API int32_t offload_sum_squares(const void* x, int32_t dtype, uint64_t n
 // grad and out hold 16-bit values.
 OFFLOAD_API int32_t offload_traffic(float* param, const uint16_t* grad, float* exp_avg, float* exp_avg_sq,
                                     uint16_t* out, uint64_t n, int32_t isa, int32_t threads);
+
+// ---- checksums --------------------------------------------------------------------------------------------------
+
+enum { OFFLOAD_CRC_SOFTWARE = 0, OFFLOAD_CRC_HARDWARE = 1 };
+
+// Whether this processor has an instruction for CRC-32C that this library knows.
+OFFLOAD_API int32_t offload_crc_hardware(void);
+
+// CRC-32C (Castagnoli; RFC 3720, appendix B.4; 0xe3069283 for "123456789") of each granule of `granule` bytes of data,
+// the last of which may be short: ceil(nbytes / granule) values into out. -ENOTSUP: the processor lacks `how`.
+OFFLOAD_API int32_t offload_crc32c(const void* data, uint64_t nbytes, uint64_t granule, uint32_t* out, int32_t how,
+                                   int32_t threads);
 
 // ---- asynchronous file I/O --------------------------------------------------------------------------------------
 

@@ -34,14 +34,15 @@ struct Job {
   RangeTask task;
   void* context;
   std::size_t n;
+  std::size_t portion;
   std::atomic<std::size_t> next{0};  // first element that nobody has taken
 
   void work() {
     const DefaultFloats floats;
     for (;;) {
-      const std::size_t begin = next.fetch_add(kPortion, std::memory_order_relaxed);
+      const std::size_t begin = next.fetch_add(portion, std::memory_order_relaxed);
       if (begin >= n) return;
-      task(context, begin, std::min(begin + kPortion, n));
+      task(context, begin, std::min(begin + portion, n));
     }
   }
 };
@@ -122,9 +123,9 @@ Pool& pool() {
 
 }  // namespace
 
-void parallel_for(std::size_t n, int threads, RangeTask task, void* context) {
-  Job job{task, context, n};
-  const std::size_t portions = (n + kPortion - 1) / kPortion;
+void parallel_for(std::size_t n, int threads, RangeTask task, void* context, std::size_t portion) {
+  Job job{task, context, n, portion};
+  const std::size_t portions = (n + portion - 1) / portion;
   const int useful = static_cast<int>(std::min<std::size_t>(portions, static_cast<std::size_t>(std::max(threads, 1))));
   if (useful > 1 && pool().run(job, useful - 1)) return;
   job.work();

@@ -9,8 +9,9 @@ namespace offload {
 // task(context, begin, end) works on elements [begin, end).
 using RangeTask = void (*)(void* context, std::size_t begin, std::size_t end);
 
-// Calls with this many elements or fewer run on the caller alone; longer ones are shared in portions of this many.
-// A multiple of kBlock, and of 64 B in every dtype: no two threads write to one cache line of an aligned buffer.
+// Calls with `portion` elements or fewer run on the caller alone; longer ones are shared in portions of that many.
+// By default: a multiple of kBlock, and of 64 B in every dtype: no two threads write to one cache line of an aligned
+// buffer.
 constexpr std::size_t kPortion = 65536;
 
 // Runs task over [0, n) on up to `threads` threads, the caller among them, and returns when all is done.
@@ -21,7 +22,7 @@ constexpr std::size_t kPortion = 65536;
 // A child of fork() has none of its parent's threads, and the pool's locks may have been held at that moment. So the
 // child forgets the pool (a few hundred bytes stay behind) and makes its own at its first call. The pool is never
 // destroyed either: at exit its threads sleep, and there is nothing to wait for.
-void parallel_for(std::size_t n, int threads, RangeTask task, void* context);
+void parallel_for(std::size_t n, int threads, RangeTask task, void* context, std::size_t portion = kPortion);
 
 }  // namespace offload
 

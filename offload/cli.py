@@ -226,6 +226,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         print(f"  {name}: {value if value != '' else '-'}")
     print(f"native core: {'yes' if native.available() else 'no: ' + native.reason()}")
     print(f"instruction set: {native.isa()} (runnable here: {', '.join(native.isas())}; force with OFFLOAD_ISA)")
+    print(f"checksums: CRC-32C in {native.crc()} (force with OFFLOAD_CRC)")
     print(f"threads: {native.threads()} (force with OFFLOAD_THREADS)")
     print(f"I/O: {io.chosen}{'; not faster because ' + io.reason if io.reason else ''} (force with OFFLOAD_IO)")
     print(f"memory this process can still take: {format_size(available_memory())}")

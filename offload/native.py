@@ -12,8 +12,10 @@ import os
 from collections.abc import Collection
 from typing import Final
 
+import numpy as np
 import torch
 
+from offload import crc as numpy_crc
 from offload import torch_kernels
 from offload.aio import Aio, probe_uring
 from offload.cpus import usable_cpus
@@ -25,6 +27,9 @@ __all__ = [
     "Completion",
     "adamw_",
     "available",
+    "crc",
+    "crc32c",
+    "crcs",
     "isa",
     "isas",
     "probe_uring",
@@ -80,6 +85,29 @@ def _known_isa(name: str, where: str) -> str:
     why = f" ({missing()})" if missing() else ""
     raise ConfigError(
         f"{where} is {name!r}, but this installation on this processor has {', '.join(choices)}{why}; "
+        f"choose one of them or leave {where} out"
+    )
+
+
+def crcs() -> list[str]:
+    """Ways to compute `crc32c` here, fastest first: "hardware", where the processor has an instruction for it, and
+    "software"."""
+    lib = library()
+    return ["hardware", "software"] if lib is not None and lib.crc_hardware() else ["software"]
+
+
+def crc() -> str:
+    """The way in use: the fastest one, or what the environment variable OFFLOAD_CRC names."""
+    forced = os.environ.get("OFFLOAD_CRC", "")
+    return _known_crc(forced, "OFFLOAD_CRC") if forced else crcs()[0]
+
+
+def _known_crc(name: str, where: str) -> str:
+    if name in crcs():
+        return name
+    why = f" ({missing()})" if missing() else ""
+    raise ConfigError(
+        f"{where} is {name!r}, but this installation on this processor has {', '.join(crcs())}{why}; "
         f"choose one of them or leave {where} out"
     )
 
@@ -207,6 +235,29 @@ def sum_squares(x: torch.Tensor, *, isa: str | None = None, threads: int | None 
     return lib.sum_squares(x.data_ptr(), _DTYPES[x.dtype], n, index, workers)
 
 
+def crc32c(buffer: torch.Tensor, granule: int, *, how: str | None = None, threads: int | None = None) -> torch.Tensor:
+    """CRC-32C of each granule of `granule` bytes of `buffer` (uint8; contiguous; on the CPU); the last may be short.
+
+    Returns ceil(len / granule) values of int32 that hold the 32 bits of the checksums: `int(x) & 0xFFFFFFFF` is
+    0xE3069283 for b"123456789". `how` ("hardware" or "software") and `threads` instead of the defaults of `crc()`
+    and `threads()`; the values do not depend on them.
+
+    Source: RFC 3720, appendix B.4 (Castagnoli's polynomial).
+    """
+    n = _tensor("buffer", buffer, (torch.uint8,), None)
+    if isinstance(granule, bool) or not isinstance(granule, int) or granule < 1:
+        raise ValueError(f"granule must be a whole number of bytes >= 1, got {granule!r}")
+    chosen = crc() if how is None else _known_crc(how, "how")
+    workers = _workers(threads)
+    lib = library()
+    if lib is None:
+        return torch.from_numpy(numpy_crc.crc32c(buffer.view(-1).numpy(), granule).view(np.int32))
+    out = torch.empty(-(-n // granule), dtype=torch.int32, device="cpu")
+    if n:
+        lib.crc32c(buffer.data_ptr(), n, granule, out.data_ptr(), chosen == "hardware", workers)
+    return out
+
+
 def traffic_(
     param: torch.Tensor,
     grad: torch.Tensor,
@@ -236,9 +287,12 @@ def traffic_(
 def _where(name: str | None, count: int | None) -> tuple[Library | None, int, int]:
     """Library (None: the fallback), index of the instruction set, number of threads."""
     chosen = isa() if name is None else _known_isa(name, "isa")
-    workers = threads() if count is None else _thread_count(count)
     lib = None if chosen == _FALLBACK else library()
-    return lib, 0 if lib is None else _isas().index(chosen), min(workers, 4096)
+    return lib, 0 if lib is None else _isas().index(chosen), _workers(count)
+
+
+def _workers(count: int | None) -> int:
+    return min(threads() if count is None else _thread_count(count), 4096)
 
 
 def _addresses(

@@ -15,7 +15,7 @@ from typing import Final
 
 __all__ = ["Completion", "Library", "library", "missing"]
 
-_ABI: Final = 1
+_ABI: Final = 2
 _DIRECTORY: Final = Path(__file__).resolve().parent / "_lib"
 
 
@@ -78,6 +78,8 @@ _SIGNATURES: Final = (
     ("offload_adam", _I32, (ctypes.POINTER(_AdamArgs), _I32, _I32)),
     ("offload_sum_squares", _I32, (_POINTER, _I32, _U64, _I32, _I32, ctypes.POINTER(ctypes.c_double))),
     ("offload_traffic", _I32, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _U64, _I32, _I32)),
+    ("offload_crc_hardware", _I32, ()),
+    ("offload_crc32c", _I32, (_POINTER, _U64, _U64, _POINTER, _I32, _I32)),
     ("offload_aio_probe_uring", _I32, (_TEXT, _SIZE)),
     ("offload_aio_open", _I32, (_I32, _I32, _I32, _U64, _I64_OUT)),
     ("offload_aio_submit", _I32, (_I64, _I32, _I32, _POINTER, _U64, _U64, _U64, _I64_OUT)),
@@ -137,6 +139,13 @@ class Library:
 
     def traffic(self, addresses: tuple[int, int, int, int, int], n: int, isa: int, threads: int) -> None:
         self._check(self._c.offload_traffic(*addresses, n, isa, threads), "traffic_")
+
+    def crc_hardware(self) -> bool:
+        return bool(self._c.offload_crc_hardware())
+
+    def crc32c(self, address: int, nbytes: int, granule: int, out: int, hardware: bool, threads: int) -> None:
+        """`out` has room for one 32-bit value per granule."""
+        self._check(self._c.offload_crc32c(address, nbytes, granule, out, int(hardware), threads), "crc32c")
 
     def probe_uring(self) -> str:
         """Empty when io_uring works here, else why not."""

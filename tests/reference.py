@@ -1,4 +1,4 @@
-"""Adam as one would write it on paper, in NumPy float32: what every kernel must equal, bit for bit.
+"""Adam and CRC-32C as one would write them on paper: what every kernel must equal, bit for bit.
 
 NumPy rounds each operation on float32 arrays once, to nearest even, and fuses none. The order of operations is the
 definition; it is the one in `native/offload_native.h`.
@@ -87,6 +87,16 @@ def from_f32(values: F32, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(values.copy())
     bits = bf16_from_f32(values) if dtype == torch.bfloat16 else f16_from_f32(values)
     return torch.from_numpy(bits.view(np.int16)).view(dtype)
+
+
+def crc32c(data: bytes) -> int:
+    """CRC-32C bit by bit: the remainder of `data` by Castagnoli's polynomial, low bits first (RFC 3720, B.4)."""
+    register = 0xFFFFFFFF
+    for byte in data:
+        register ^= byte
+        for _ in range(8):
+            register = register >> 1 ^ (0x82F63B78 if register & 1 else 0)
+    return register ^ 0xFFFFFFFF
 
 
 def differences(a: torch.Tensor, b: torch.Tensor) -> int:

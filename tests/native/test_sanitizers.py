@@ -49,5 +49,5 @@ def test_the_core_is_clean(tmp_path: Path, sanitizers: str) -> None:
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
         "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
     }
-    for program in ("test_kernels", "test_aio"):
+    for program in ("test_kernels", "test_crc32c", "test_aio"):
         assert "all well" in run(f"{build}/tests/{program}", **options)

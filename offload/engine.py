@@ -187,7 +187,8 @@ class _Builder:
         plan = plan_memory(self._model, self._config, budgets, self._device.host_visible)
         if self._config.threads is not None:
             native.set_threads(self._config.threads)
-        kernels = f"{native.isa()} ({native.threads()} threads)"  # refuses what the environment cannot have
+        # These refuse what the environment cannot have.
+        kernels = f"{native.isa()} ({native.threads()} threads), checksums in {native.crc()}"
         tiers = {tier: Tier(tier, budget) for tier, budget in budgets.items()}
         backend, swap = self._open_swap(plan)
         allocation = Allocation(self._device, tiers, self._config.tiers, swap, self._config.pin is not False)

@@ -122,6 +122,7 @@ def test_names_that_are_not_there(refusal: Refusal, tmp_path: Path) -> None:
     ("name", "value"),
     [
         ("OFFLOAD_ISA", "avx1024"),
+        ("OFFLOAD_CRC", "md5"),
         ("OFFLOAD_THREADS", "many"),
         ("OFFLOAD_IO", "pigeons"),
         ("OFFLOAD_POISON", "perhaps"),

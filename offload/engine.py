@@ -191,7 +191,8 @@ class _Builder:
         kernels = f"{native.isa()} ({native.threads()} threads), checksums in {native.crc()}"
         tiers = {tier: Tier(tier, budget) for tier, budget in budgets.items()}
         backend, swap = self._open_swap(plan)
-        allocation = Allocation(self._device, tiers, self._config.tiers, swap, self._config.pin is not False)
+        pin = self._config.pin is not False
+        allocation = Allocation(self._device, tiers, self._config.tiers, swap, pin, plan.granule())
         parts = self._parts(plan, tiers, allocation, backend, swap)
         dtypes = {p: p.dtype for p in self._model.parameters()}
         try:
@@ -266,9 +267,11 @@ class _Builder:
             transfers.close()
             device.drain()
             allocation.unlock()
-            for opened in (swap, backend, device):
-                if opened is not None:
-                    opened.close()
+            if swap is not None:
+                swap.close()
+            if backend is not None and not (swap is not None and swap.hangs()):  # its threads would never come back
+                backend.close()
+            device.close()
 
         units: list[Unit] = []
         depth = PREFETCH if config.prefetch_units is None else config.prefetch_units
@@ -292,16 +295,18 @@ class _Builder:
         slots = zip(unit_plan.parameters, unit_plan.names, layout.slots, strict=True)
         members = [Member(parameter, name, slot) for parameter, name, slot in slots]
         nbytes = layout.numel * unit_plan.dtype.itemsize
-        home = allocation.home(plan.placement.weights[index], nbytes, "weights")
+        tile = plan.demand.units[index].tile
+        where = plan.placement.weights[index]
+        home = allocation.home(where, nbytes, "weights", unit_plan.name, granule=PAGE if tile else None)
         region = home.region if isinstance(home, ComputeHome) else self._device.region(max(round_up(nbytes), PAGE))
         unit = Unit(index, unit_plan.name, unit_plan.dtype, layout, members, region, home)
         unit.state = State.RESIDENT if unit.permanent else State.AWAY
-        unit.tile = plan.demand.units[index].tile
+        unit.tile = tile
         fill_home(unit, state.staging)
         spans = trainable_blocks(unit_plan, layout)
         for span, tier in zip(spans, plan.placement.blocks[index], strict=True):
-            where = allocation.home(tier, span.count * STATE_BYTES, "optimizer state")
-            state.create(unit, span, where, lambda part, out: copy_values(members, part, out))
+            record = allocation.home(tier, span.count * STATE_BYTES, "optimizer state", unit.name)
+            state.create(unit, span, record, lambda part, out: copy_values(members, part, out))
         move_in(unit)
         return unit
 

@@ -16,6 +16,7 @@ __all__ = [
     "OffloadError",
     "RankMismatchError",
     "SwapError",
+    "WriteBudgetError",
 ]
 
 
@@ -25,6 +26,10 @@ class OffloadError(Exception):
 
 class BudgetError(OffloadError, ValueError):
     """A model, a unit or a buffer does not fit within the budgets that were given."""
+
+
+class WriteBudgetError(BudgetError):
+    """The next step would write more to the swap disks than `write_budget` allows; it was not taken."""
 
 
 class ConfigError(OffloadError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from offload.sharding.layout import FlatLayout, Span, blocks, flat_layout
 from offload.sharding.partition import Partition, UnitPlan, partition
 from offload.sharding.placement import Demand, DoesNotFit, Placement, UnitSize, at_least, place
 from offload.sizes import PAGE, parse_size, round_up
+from offload.storage.checksum import GRANULE
 from offload.training.gradients import gradient_dtype
 from offload.training.state import STATE_BYTES
 
@@ -43,6 +45,10 @@ class MemoryPlan:
     def largest_block(self) -> int:
         """Of optimizer state, counting parameters that are frozen now and may be unfrozen later."""
         return self.demand.staging // STAGING_BUFFERS
+
+    def granule(self) -> int:
+        """Bytes under one checksum of a record on disk; a staging buffer holds a whole number of them."""
+        return math.gcd(self.largest_block(), GRANULE)
 
     def largest_weights(self) -> int:
         return _largest_weights(self.demand.units)

@@ -18,23 +18,36 @@ from offload.storage.tiers import Tier
 
 
 class Allocation:
-    """Memory on the tiers of one model. ``homes``: tiers that state may live on; ``swap``: None if none is on disk."""
+    """Memory on the tiers of one model. ``homes``: tiers that state may live on; ``swap``: None if none is on disk.
+
+    ``granule``: bytes under one checksum of a record on disk, which is read and written in multiples of it.
+    """
 
     def __init__(
-        self, device: Device, tiers: dict[str, Tier], homes: Sequence[str], swap: SwapSpace | None, pin: bool
+        self,
+        device: Device,
+        tiers: dict[str, Tier],
+        homes: Sequence[str],
+        swap: SwapSpace | None,
+        pin: bool,
+        granule: int = PAGE,
     ) -> None:
+        self._granule = granule
         self._device, self._tiers, self._homes, self._swap, self._pin = device, tiers, homes, swap, pin
         self.locked: list[HostMemory] = []
 
-    def home(self, tier: str, nbytes: int, kind: str) -> Home:
-        """At least ``nbytes`` on ``tier``, counted as ``kind``; raises BudgetError rather than pass a budget."""
+    def home(self, tier: str, nbytes: int, kind: str, unit: str = "", granule: int | None = None) -> Home:
+        """At least ``nbytes`` on ``tier``, counted as ``kind``; raises BudgetError rather than pass a budget.
+
+        ``unit`` names whose it is. ``granule``: finer than that of the others.
+        """
         size = _pages(nbytes)
         if tier == "cpu":
             return HostHome(self.host_memory(size, kind))
         with self._taken(tier, size, kind):
             if tier == "nvme":
                 assert self._swap is not None
-                return SwapHome(self._swap, size)
+                return SwapHome(self._swap, size, f"{kind} of {unit}", granule or self._granule)
             region = self._device.region(size)
             region.commit()
             return ComputeHome(region)
@@ -56,7 +69,7 @@ class Allocation:
         else:
             others = [t for t in self._homes if t != "gpu"] or ["gpu"]
             tier = next((t for t in others if self._tiers[t].free >= _pages(nbytes)), others[-1])
-        return self.home(tier, nbytes, "optimizer state")
+        return self.home(tier, nbytes, "optimizer state", unit.name)
 
     def gradient(self, tier: str, nbytes: int) -> torch.Tensor:
         """A zeroed flat buffer for gradients."""

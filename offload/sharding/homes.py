@@ -39,14 +39,17 @@ class HostHome(Home):
 
 
 class SwapHome(Home):
-    """The record is in swap space. Buffers are page-aligned and hold :attr:`nbytes` bytes."""
+    """The record is in swap space. Buffers are page-aligned and hold :attr:`nbytes` bytes.
+
+    ``name`` is what errors call it; no transfer may be finer than ``granule`` bytes (see storage.checksum).
+    """
 
     tier = "nvme"
 
-    def __init__(self, swap: SwapSpace, nbytes: int) -> None:
+    def __init__(self, swap: SwapSpace, nbytes: int, name: str, granule: int) -> None:
         self.nbytes = max(round_up(nbytes, PAGE), PAGE)
         self._swap = swap
-        self._extent: Extent = swap.allocate(self.nbytes)
+        self._extent: Extent = swap.allocate(self.nbytes, name, granule)
 
     def read(self, buffer: torch.Tensor, offset: int = 0) -> Ticket:
         """Bytes from ``offset`` into ``buffer`` (page-aligned, as much of the record as it holds)."""

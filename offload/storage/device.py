@@ -27,7 +27,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.storage.memory import POISON, HostMemory
-from offload.storage.ticket import FutureTicket, Ticket
+from offload.storage.ticket import FutureTicket, Ticket, wait_until
 from offload.trace import Lanes
 
 _cuda: Any = torch.cuda  # whose stubs type neither streams nor events
@@ -209,8 +209,11 @@ class _StreamTicket(Ticket):
     def done(self) -> bool:
         return bool(self._end.query())
 
-    def wait(self) -> None:
-        self._end.synchronize()
+    def wait(self, timeout_s: float | None = None) -> None:
+        if timeout_s is None:
+            self._end.synchronize()
+        elif not wait_until(self.done, timeout_s):
+            raise TimeoutError(f"the copy has not ended within {timeout_s} s")
         self._keep = ()
 
     def order_compute(self) -> None:

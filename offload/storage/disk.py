@@ -33,13 +33,18 @@ def file_size_limit() -> int | None:
 
 
 def spread(
-    nbytes: int, rooms: Sequence[int], devices: Sequence[Hashable], device_rooms: Mapping[Hashable, int]
+    nbytes: int,
+    rooms: Sequence[int],
+    devices: Sequence[Hashable],
+    device_rooms: Mapping[Hashable, int],
+    weights: Sequence[float] | None = None,
 ) -> list[int]:
     """Shares of `nbytes` (a multiple of 4096) for files that can grow by `rooms` bytes each.
 
-    Files on one device share its room. The shares are multiples of 4096 and as even as the rooms allow; their sum is
-    `nbytes`, or all that there is room for if that is less.
+    Files on one device share its room. The shares are multiples of 4096 and in proportion to `weights` (default: even)
+    as far as the rooms allow; their sum is `nbytes`, or all that there is room for if that is less.
     """
+    weights = weights or [1.0] * len(rooms)
     left = dict(device_rooms)
     rooms = [room // PAGE * PAGE for room in rooms]
     for device in left:
@@ -49,9 +54,10 @@ def spread(
         able = [i for i, device in enumerate(devices) if rooms[i] > 0 and left[device] > 0]
         if not able:
             break
-        even = max(missing // len(able) // PAGE * PAGE, PAGE)
+        whole = sum(weights[i] for i in able)
         for i in able:
-            share = min(even, rooms[i], left[devices[i]], nbytes - sum(shares))
+            part = max(int(missing * (weights[i] / whole)) // PAGE * PAGE, PAGE)
+            share = min(part, rooms[i], left[devices[i]], nbytes - sum(shares))
             shares[i] += share
             rooms[i] -= share
             left[devices[i]] -= share

@@ -41,20 +41,25 @@ class NativeTicket(Ticket):
         finally:
             self._lock.release()
 
-    def wait(self) -> None:
-        self.finish()
+    def wait(self, timeout_s: float | None = None) -> None:
+        self.finish(timeout_s)
         if self._error is not None:
             raise self._error.with_traceback(None)
 
-    def finish(self) -> None:
-        """Block until the transfer has ended, however it ends."""
-        if not self._ended:
-            with self._lock:
-                if not self._ended:
-                    self._collect()
+    def finish(self, timeout_s: float | None = None) -> None:
+        """Block until the transfer has ended, however it ends; TimeoutError as for `wait`."""
+        if self._ended:
+            return
+        if not self._lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            raise TimeoutError(f"the transfer has not ended within {timeout_s} s")
+        try:
+            if not self._ended:
+                self._collect(timeout_s)
+        finally:
+            self._lock.release()
 
-    def _collect(self) -> None:
-        completion = self._aio.wait(self._request, None)
+    def _collect(self, timeout_s: float | None = None) -> None:
+        completion = self._aio.wait(self._request, timeout_s)
         if completion.error:
             self._error = OSError(
                 completion.error,

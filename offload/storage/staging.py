@@ -8,7 +8,10 @@ from contextlib import contextmanager
 
 import torch
 
+from offload.storage import hung
 from offload.storage.memory import POISON, HostMemory
+
+_LOOK_S = 0.1  # between two looks at a transfer that hangs
 
 
 class StagingPool:
@@ -16,6 +19,7 @@ class StagingPool:
 
     def __init__(self, count: int, nbytes: int, allocate: Callable[[int], HostMemory], poison: bool = False) -> None:
         self.count, self.nbytes, self._poison = count, nbytes, poison
+        self._late: list[torch.Tensor] = []  # given back, but see Note [What a hung transfer holds]
         self._free = [allocate(nbytes).tensor for _ in range(count)]
         self._changed = threading.Condition()
 
@@ -23,20 +27,29 @@ class StagingPool:
         """A free buffer; waits for one."""
         with self._changed:
             while not self._free:
-                self._changed.wait()
+                self._changed.wait(_LOOK_S if self._late else None)
+                self._take_back()
             return self._free.pop()
 
     def take_if_free(self) -> torch.Tensor | None:
         """A free buffer, or None at once."""
         with self._changed:
+            self._take_back()
             return self._free.pop() if self._free else None
 
     def release(self, buffer: torch.Tensor) -> None:
-        if self._poison:
-            buffer.fill_(POISON)
+        """Give a buffer back. One in which a transfer hangs is free when that has ended."""
         with self._changed:
-            self._free.append(buffer)
+            self._late.append(buffer)
+            self._take_back()
             self._changed.notify()
+
+    def _take_back(self) -> None:
+        for buffer in [b for b in self._late if not hung.holds(b)]:
+            self._late = [b for b in self._late if b is not buffer]
+            if self._poison:
+                buffer.fill_(POISON)
+            self._free.append(buffer)
 
     @contextmanager
     def borrow(self) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Swap space: extents of bytes in unnamed files, over one or more directories.
+"""Swap space: extents of bytes in unnamed files, striped over one or more directories, checked when they come back.
 
 A caller orders its own transfers: it waits for a write before it reads the same bytes. What it frees is not given to
 anybody else before every transfer on it has ended.
@@ -15,14 +15,18 @@ from pathlib import Path
 
 import torch
 
-from offload.errors import SwapError
+from offload.errors import ConfigError, SwapError
 from offload.sizes import PAGE, round_up
+from offload.storage.checksum import GRANULE, Checksums, checksums
 from offload.storage.disk import spread
 from offload.storage.extents import FreeList
 from offload.storage.io_base import IoBackend, check_buffer
+from offload.storage.record import CheckedRead, Expected
+from offload.storage.striping import measured_weights, stripes
 from offload.storage.swapfile import SwapFile
 from offload.storage.swapio import SwapTicket
-from offload.storage.ticket import AllTickets, DoneTicket, Ticket
+from offload.storage.ticket import AllTickets, Ticket
+from offload.storage.wear import WriteMeter
 from offload.trace import Lanes
 
 __all__ = ["Extent", "Piece", "SwapSpace"]
@@ -44,29 +48,53 @@ class Extent:
     key: int
     nbytes: int
     pieces: tuple[Piece, ...]
+    name: str = "unnamed"  # of the record in it, for messages
 
 
 class SwapSpace:
     """One unnamed file in each of `directories`, handed out in extents. Usable from any thread.
 
     The backend stays the caller's to close, after the swap space. Transfers are counted on the lanes "nvme_read" and
-    "nvme_write" of `lanes`.
+    "nvme_write" of `lanes`, and what is written on `meter`.
+
+    Args:
+        weights: how fast each directory is, in any one unit; records are striped in these proportions as far as there
+            is room. Default: measured when space is first reserved, if the directories are on several devices.
+        limit_s: seconds that one transfer may take; see Note [What a hung transfer holds]. None: for ever.
 
     Raises:
         SwapError: no directory, or one that cannot be made or written to.
     """
 
-    def __init__(self, directories: Sequence[str | Path], backend: IoBackend, lanes: Lanes | None = None) -> None:
+    def __init__(
+        self,
+        directories: Sequence[str | Path],
+        backend: IoBackend,
+        lanes: Lanes | None = None,
+        *,
+        weights: Sequence[float] | None = None,
+        limit_s: float | None = None,
+        meter: WriteMeter | None = None,
+    ) -> None:
         if isinstance(directories, (str, os.PathLike)):
             directories = [directories]
         if not directories:
             raise SwapError("no swap directory given; name at least one in swap_dirs", operation="open")
         self.lanes = lanes if lanes is not None else Lanes()
-        self._backend = backend
+        self.meter = meter if meter is not None else WriteMeter(None)
+        self._backend, self._limit_s = backend, limit_s
+        if weights is not None and (len(weights) != len(directories) or not all(w > 0 for w in weights)):
+            raise ConfigError(
+                f"swap weights: expected a positive number for each of {len(directories)} directories, found "
+                f"{list(weights)}; run `offload tune` on them again"
+            )
+        self._weights = None if weights is None else [float(w) for w in weights]
         self._lock = threading.Lock()
         self._files: list[SwapFile] = []
         self._free: list[FreeList] = []
         self._live: dict[int, list[SwapTicket]] = {}  # extent -> its transfers that may be under way
+        self._sums: dict[int, Checksums] = {}  # extent -> what it holds
+        self._late: list[SwapTicket] = []  # passed their time limit
         self._draining: list[tuple[Extent, list[SwapTicket]]] = []  # freed, but with transfers under way
         self._next_key = 0
         self._used = 0
@@ -92,10 +120,13 @@ class SwapSpace:
             self._check_open()
             self._grow(round_up(nbytes))
 
-    def allocate(self, nbytes: int) -> Extent:
+    def allocate(self, nbytes: int, name: str = "unnamed", granule: int = GRANULE) -> Extent:
         """An extent of `nbytes`, rounded up to a multiple of 4096; its contents are undefined.
 
-        Takes what is reserved and free; reserves only what is missing.
+        Takes what is reserved and free; reserves only what is missing. `name` is what messages call it.
+
+        Args:
+            granule: bytes under one checksum, a multiple of 4096; no read or write may be finer.
 
         Raises:
             SwapError: with `needed` and `free`; nothing has changed then.
@@ -112,9 +143,9 @@ class SwapSpace:
                 missing = nbytes - sum(free.total for free in self._free)
             if missing > 0:
                 self._grow(missing)
-            extent = Extent(self._next_key, nbytes, self._take(nbytes))
+            extent = Extent(self._next_key, nbytes, self._take(nbytes), name)
             self._next_key += 1
-            self._live[extent.key] = []
+            self._live[extent.key], self._sums[extent.key] = [], Checksums(nbytes, granule)
             self._used += nbytes
             return extent
 
@@ -123,12 +154,16 @@ class SwapSpace:
         with self._lock:
             self._check_open()
             tickets = self._live.pop(self._known(extent))
+            del self._sums[extent.key]
             self._used -= extent.nbytes
             self._draining.append((extent, tickets))
             self._collect_drained()
 
     def close(self) -> None:
-        """Wait for all transfers, then close the files, which frees their space. May be called twice."""
+        """Wait for all transfers, then close the files, which frees their space. May be called twice.
+
+        A transfer that hangs is waited for no longer than its time limit; :meth:`hangs` tells.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -139,6 +174,10 @@ class SwapSpace:
             self._draining.clear()
             for file in self._files:
                 file.close()
+
+    def hangs(self) -> bool:
+        """Is a transfer under way that has passed its time limit?"""
+        return any(not ticket.done() for ticket in self._late)
 
     def __enter__(self) -> SwapSpace:
         return self
@@ -193,11 +232,14 @@ class SwapSpace:
         return extent.key
 
     def _grow(self, nbytes: int) -> None:
+        if self._weights is None:
+            self._weights = measured_weights(self._files, self._backend)
         shares = spread(
             nbytes,
             [file.space() for file in self._files],
             [file.device for file in self._files],
             {file.device: file.device_space() for file in self._files},
+            self._weights,
         )
         if sum(shares) < nbytes:
             raise SwapError(
@@ -225,17 +267,19 @@ class SwapSpace:
             free.give(size, share)
 
     def _take(self, nbytes: int) -> tuple[Piece, ...]:
-        """Pieces of free space: one if a hole is large enough, from the file with the most room; else several."""
-        order = sorted(range(len(self._free)), key=lambda i: -self._free[i].total)
-        for file in order:
-            offset = self._free[file].take(nbytes) if nbytes else 0
-            if offset is not None:
-                return (Piece(file, offset, nbytes),) if nbytes else ()
+        """Pieces of free space: striped over the files in proportion to what each has free, which was reserved in
+        proportion to its speed; what is too small to stripe goes to the file with the most room. A part is one piece
+        if a hole is large enough, else several."""
+        rooms = [free.total for free in self._free]
         pieces: list[Piece] = []
-        for file in order:
-            while nbytes and (some := self._free[file].take_some(nbytes)) is not None:
+        for file, share in stripes(nbytes, rooms):
+            offset = self._free[file].take(share)
+            if offset is not None:
+                pieces.append(Piece(file, offset, share))
+                continue
+            while share and (some := self._free[file].take_some(share)) is not None:
                 pieces.append(Piece(file, *some))
-                nbytes -= some[1]
+                share -= some[1]
         return tuple(pieces)
 
     def _collect_drained(self, wait: bool = False) -> None:
@@ -259,22 +303,69 @@ class SwapSpace:
             )
         if not 0 <= offset <= offset + length <= extent.nbytes:
             raise ValueError(f"bytes {offset} to {offset + length} are not within an extent of {extent.nbytes} bytes")
-        lane = self.lanes["nvme_write" if write else "nvme_read"]
+        sums = checksums(buffer, self._granule(extent, offset, length)) if write else None
         with self._lock:
             self._check_open()
-            under_way = self._live[self._known(extent)]
-            tickets: list[SwapTicket] = []
-            start = 0  # of the piece, within the extent
-            for piece in extent.pieces:
-                first, last = max(offset, start), min(offset + length, start + piece.nbytes)
-                if first < last:
-                    part = buffer[first - offset : last - offset]
-                    where = piece.offset + first - start
-                    tickets.append(SwapTicket(self._backend, self._files[piece.file], write, part, where, lane))
-                start += piece.nbytes
+            notes = self._sums[self._known(extent)]
+            self._refuse_while_late(write)
+            parts = self._start(write, extent, buffer, offset)
+            under_way = self._live[extent.key]
             _settle(ticket for ticket in under_way if ticket.done())
-            under_way[:] = [ticket for ticket in under_way if not ticket.settled] + tickets
-        return tickets[0] if len(tickets) == 1 else AllTickets(tickets) if tickets else DoneTicket()
+            under_way[:] = [ticket for ticket in under_way if not ticket.settled] + parts
+            if sums is not None:
+                notes.note(offset, sums)
+                self.meter.count(length)
+                return parts[0] if len(parts) == 1 else AllTickets(parts)
+            expected = Expected(extent.name, offset, notes.granule, *notes.expected(offset, length))
+        return CheckedRead(
+            parts,
+            buffer,
+            expected,
+            lambda: self._start(False, extent, buffer, offset),
+            lambda at: self._where(extent, offset + at),
+        )
+
+    def _granule(self, extent: Extent, offset: int, length: int) -> int:
+        with self._lock:
+            notes = self._sums[self._known(extent)]
+        notes.check_range(offset, length)
+        return notes.granule
+
+    def _start(self, write: bool, extent: Extent, buffer: torch.Tensor, offset: int) -> list[SwapTicket]:
+        """One request for each piece of the extent that the range touches."""
+        lane = self.lanes["nvme_write" if write else "nvme_read"]
+        tickets: list[SwapTicket] = []
+        start = 0  # of the piece, within the extent
+        for piece in extent.pieces:
+            first, last = max(offset, start), min(offset + buffer.numel(), start + piece.nbytes)
+            if first < last:
+                part, where = buffer[first - offset : last - offset], piece.offset + first - start
+                file = self._files[piece.file]
+                tickets.append(
+                    SwapTicket(self._backend, file, write, part, where, lane, self._limit_s, self._late.append)
+                )
+            start += piece.nbytes
+        return tickets
+
+    def _refuse_while_late(self, write: bool) -> None:
+        self._late = [ticket for ticket in self._late if not ticket.done()]
+        if self._late:
+            raise SwapError(
+                "swap: expected an answer to an earlier transfer, found that it still hangs; nothing else is asked of "
+                "this swap space until it ends. Check the disk; raise io_timeout if it is only slow",
+                directory=self._late[0].directory,
+                operation="write" if write else "read",
+                errno=errno.ETIMEDOUT,
+            )
+
+    def _where(self, extent: Extent, at: int) -> dict[str, object]:
+        """The file of byte `at` of an extent, as SwapError takes it."""
+        for piece in extent.pieces:
+            if at < piece.nbytes:
+                file = self._files[piece.file]
+                return {"directory": file.directory, "filename": file.name, "offset": piece.offset + at}
+            at -= piece.nbytes
+        raise AssertionError("a byte beyond its extent")
 
 
 def _settle(tickets: Iterable[SwapTicket]) -> None:

@@ -1,13 +1,16 @@
-"""One transfer of a swap file: errors told in full, direct I/O that is refused done otherwise."""
+"""One transfer of a swap file: errors told in full, direct I/O that is refused done otherwise, a limit on its time."""
 
 from __future__ import annotations
 
 import copy
 import errno
 import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from offload.storage import hung
 from offload.storage.io_base import IoBackend
 from offload.storage.swapfile import SwapFile
 from offload.storage.ticket import Ticket
@@ -16,22 +19,41 @@ from offload.trace import Lane, warn_once
 __all__ = ["SwapTicket"]
 
 
+class _Late(Exception):
+    """Not answered in time, which is no answer that a system could give."""
+
+
 class SwapTicket(Ticket):
-    """One request on one swap file.
+    """One request on one swap file. It may take `limit_s` seconds from when somebody begins to wait (None: for ever).
 
     A ticket is done when the system has answered, and settled when we have dealt with the answer: a refusal of direct
-    I/O is followed by a second try through the page cache, which uses buffer and file once more.
+    I/O is followed by a second try through the page cache, which uses buffer and file once more. One that passes its
+    time limit calls `late` and raises, but is not settled; see Note [What a hung transfer holds].
     """
 
     def __init__(
-        self, backend: IoBackend, file: SwapFile, write: bool, buffer: torch.Tensor, offset: int, lane: Lane
+        self,
+        backend: IoBackend,
+        file: SwapFile,
+        write: bool,
+        buffer: torch.Tensor,
+        offset: int,
+        lane: Lane,
+        limit_s: float | None = None,
+        late: Callable[[SwapTicket], None] | None = None,
     ) -> None:
         self._backend, self._file, self._write, self._offset, self._lane = backend, file, write, offset, lane
+        self._limit_s, self._late = limit_s, late
         self._length = buffer.numel()
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._buffer: torch.Tensor | None = buffer
         self._request: Ticket | None = (backend.write if write else backend.read)(file.fd, buffer, offset, lane=lane)
+
+    @property
+    def directory(self) -> Path:
+        """Where its file is."""
+        return self._file.directory
 
     @property
     def settled(self) -> bool:
@@ -42,35 +64,44 @@ class SwapTicket(Ticket):
         request = self._request
         return request is None or request.done()
 
-    def wait(self) -> None:
-        self.settle()
+    def wait(self, timeout_s: float | None = None) -> None:
+        self.settle(timeout_s)
         if self._error is not None:
             raise copy.copy(self._error) from self._error.__cause__
 
-    def settle(self) -> None:
-        """Block until the transfer is settled; `wait` tells how it ended."""
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Block until the transfer is settled, or late; `wait` tells how it ended."""
         if self._request is None:
             return
         with self._lock:
             if self._request is None or self._buffer is None:
                 return
+            if self._error is not None and not self._request.done():
+                return  # late already: nobody waits for it twice
+            self._error = None
             try:
-                self._finish(self._request, self._buffer)
+                self._finish(self._request, self._buffer, timeout_s)
+            except _Late:
+                if timeout_s is not None and (self._limit_s is None or timeout_s < self._limit_s):
+                    raise TimeoutError(f"the transfer has not ended within {timeout_s} s") from None
+                self._give_up(self._request, self._buffer)
+                return
             except OSError as error:
-                operation = "write" if self._write else "read"
-                self._error = self._file.error(
-                    f"{operation} failed", operation, error, offset=self._offset, length=self._length
-                )
-                self._error.__cause__ = _without_frames(error)
+                self._error = self._told(f"{self._operation} failed", error)
             except Exception as error:  # noqa: BLE001  (kept for `wait`)
                 self._error = error
             if self._error is not None:
                 _without_frames(self._error)
             self._request = self._buffer = None
 
-    def _finish(self, request: Ticket, buffer: torch.Tensor) -> None:
+    def _finish(self, request: Ticket, buffer: torch.Tensor, timeout_s: float | None) -> None:
         try:
-            request.wait()
+            try:
+                request.wait(self._limit_s if timeout_s is None else timeout_s)
+            except TimeoutError:
+                if not request.done():
+                    raise _Late from None
+                request.wait()  # it ended just now, or the file system's own answer is ETIMEDOUT
         except OSError as error:
             # A short transfer can end where direct I/O cannot go on, and a file system may refuse some requests
             # only. The page cache takes any.
@@ -79,6 +110,22 @@ class SwapTicket(Ticket):
             warn_once(f"direct I/O refused a transfer in {self._file.directory}: it went through the page cache")
             fd = self._file.buffered_fd()
             self._backend.submit(self._write, fd, buffer, self._offset, lane=self._lane).wait()
+
+    def _give_up(self, request: Ticket, buffer: torch.Tensor) -> None:
+        hung.add(request, buffer)
+        cause = OSError(errno.ETIMEDOUT, f"not answered within {self._limit_s} s (io_timeout)")
+        self._error = _without_frames(self._told(f"{self._operation} hangs", cause))
+        if self._late is not None:
+            self._late(self)
+
+    @property
+    def _operation(self) -> str:
+        return "write" if self._write else "read"
+
+    def _told(self, what: str, error: OSError) -> Exception:
+        told = self._file.error(what, self._operation, error, offset=self._offset, length=self._length)
+        told.__cause__ = _without_frames(error)
+        return told
 
 
 def _without_frames(error: Exception) -> Exception:

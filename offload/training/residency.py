@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from offload.errors import BudgetError
+from offload.errors import BudgetError, SwapError
 from offload.sharding.unit import State, Unit
 from offload.sizes import format_size
+from offload.storage import hung
 from offload.storage.device import Region
 from offload.storage.tiers import Tier
 from offload.training.schedule import Schedule
@@ -146,6 +148,13 @@ class Residency:
         self._take(unit.region)
 
     def _take(self, region: Region) -> None:
+        if hung.holds(region.flat):
+            raise SwapError(
+                "swap: expected an answer to an earlier read, found that it still hangs; it may yet land in this "
+                "memory, which is not used before. Check the disk",
+                operation="read",
+                errno=errno.ETIMEDOUT,
+            )
         self._tier.take(region.nbytes, KIND)
         try:
             region.commit()

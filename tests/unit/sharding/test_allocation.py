@@ -167,7 +167,7 @@ def test_state_that_was_not_foreseen(swap: SwapSpace) -> None:
 
 def test_a_record_in_swap_space(swap: SwapSpace) -> None:
     """Whole, from an offset, and by buffers that are larger than the record."""
-    home = SwapHome(swap, 3 * PAGE - 5)
+    home = SwapHome(swap, 3 * PAGE - 5, "a record", PAGE)
     assert home.nbytes == 3 * PAGE
     data = aligned(3 * PAGE, seed=1)
     home.write(data).wait()

@@ -66,7 +66,7 @@ class SwapMachine(RuleBasedStateMachine):
 
     @rule(nbytes=st.integers(0, 20 * PAGE))
     def allocate(self, nbytes: int) -> None:
-        extent = self.swap.allocate(nbytes)
+        extent = self.swap.allocate(nbytes, granule=PAGE)
         assert extent.nbytes == round_up(nbytes) == sum(piece.nbytes for piece in extent.pieces)
         self.model[extent] = None
 
@@ -180,7 +180,7 @@ def test_round_trip_in_directories_of_any_name(backend: IoBackend, tmp_path: Pat
 
 def test_unaligned_requests_are_refused(one: IoBackend, tmp_path: Path) -> None:
     with SwapSpace([tmp_path], one) as swap:
-        extent = swap.allocate(4 * PAGE)
+        extent = swap.allocate(4 * PAGE, granule=PAGE)
         good = aligned(4 * PAGE)
         for buffer, offset in ((good[:100], 0), (good[1 : PAGE + 1], 0), (good[:PAGE], 7), (good[512 : 512 + PAGE], 0)):
             for transfer in (swap.read, swap.write):
@@ -216,7 +216,7 @@ def test_foreign_and_closed(one: IoBackend, tmp_path: Path) -> None:
 
 def test_errors_tell_everything(backend: IoBackend, tmp_path: Path) -> None:
     with SwapSpace([tmp_path / "a", tmp_path / "b"], backend) as swap:
-        extent = swap.allocate(3 * PAGE)
+        extent = swap.allocate(3 * PAGE, granule=PAGE)
         with faults.inject("op=write,error=ENOSPC"), pytest.raises(SwapError) as caught:
             swap.write(extent, aligned(PAGE), 2 * PAGE).wait()
         error = caught.value

@@ -52,7 +52,7 @@ class _Recorder(Ticket):
     def done(self) -> bool:
         return self.waited > 0
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         self.waited += 1
         if self.error is not None:
             raise self.error

@@ -24,6 +24,7 @@ class FakeRegion(Region):
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self.committed, self.lookers = nbytes, False, 0
+        self.flat = torch.empty(0, dtype=torch.uint8)
 
     def aliases(self) -> int:
         return self.lookers
@@ -52,7 +53,7 @@ class FakeTicket(Ticket):
     def done(self) -> bool:
         return self.waited
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         assert self._region.committed, "a transfer into memory that was released"
         self.waited = True
         if self._error is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import math
+import numbers
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -13,17 +15,28 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError
-from offload.sizes import parse_size
+from offload.sizes import PAGE, parse_size
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-__all__ = ["DTYPES", "TIERS", "Budgets", "WrapConfig"]
+__all__ = ["BACKENDS", "DTYPES", "TIERS", "Budgets", "WrapConfig", "WriteBudget"]
 
 TIERS = ("gpu", "cpu", "nvme")
 """The tiers, fastest first: the only order in which they can be named."""
+
+BACKENDS = ("uring", "threads", "aiofiles")
+"""Names of the I/O backends, the preferred one first."""
+
+# A variable that is set wins over a key of a file, and an argument over both.
+_STRONGER_THAN_A_FILE = {
+    "backend": "OFFLOAD_IO",
+    "device": "OFFLOAD_DEVICE",
+    "poison": "OFFLOAD_POISON",
+    "threads": "OFFLOAD_THREADS",
+}
 
 DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -78,6 +91,28 @@ class Budgets:
 
 
 @dataclass(frozen=True)
+class WriteBudget:
+    """Bytes that may be written to swap files: in all, or in each day."""
+
+    nbytes: int
+    per_day: bool
+
+    @classmethod
+    def make(cls, value: WriteBudget | int | str) -> WriteBudget:
+        """From a size, which is a total ("10TiB"), or a size for each day ("500GiB/day")."""
+        if isinstance(value, WriteBudget):
+            return value
+        size, slash, period = value.partition("/") if isinstance(value, str) else (value, "", "")
+        try:
+            nbytes = parse_size(size)
+        except ConfigError:
+            nbytes = 0
+        if nbytes == 0 or (slash and period.strip() != "day"):
+            raise ConfigError(f"expected write_budget to be a size such as '10TiB' or '500GiB/day', found {value!r}")
+        return cls(nbytes, bool(slash))
+
+
+@dataclass(frozen=True)
 class WrapConfig:
     """The settings of one wrapped model. Fields accept what a person would write and hold one canonical form.
 
@@ -85,6 +120,14 @@ class WrapConfig:
         tiers: where training state may live, fastest first, "gpu" (where it is computed) always first.
         budgets: bytes each tier may hold at most.
         swap_dirs: directories for swap files; needed with tier "nvme", and only then.
+        swap_weights: speed of each of `swap_dirs` relative to the others (MB/s, as `offload tune` measures it); empty:
+            all are alike.
+        request_size: bytes of one request to a disk, a multiple of 4096 up to 1 GiB; larger transfers are cut. None:
+            that of the backend.
+        queue_depth: requests under way at once, 1 to 256; None: that of the backend.
+        backend: "uring", "threads" or "aiofiles"; None: the best that works. OFFLOAD_IO wins over a file.
+        io_timeout: seconds that one transfer to or from swap files may take; 0: no limit.
+        write_budget: bytes that may be written to swap files, as "10TiB" or "500GiB/day"; None: no limit.
         dtype: compute dtype (float32, bfloat16, float16); None: bfloat16 on an accelerator, else the model's own.
         grad_dtype: dtype of the host gradients; None: the compute dtype, but float32 for float16.
         device: device that computes ("cuda:0", "cpu", ...); None: the accelerator if there is one, else the CPU.
@@ -99,6 +142,12 @@ class WrapConfig:
     tiers: tuple[str, ...]
     budgets: Budgets = field(default_factory=Budgets)
     swap_dirs: tuple[Path, ...] = ()
+    swap_weights: tuple[float, ...] = ()
+    request_size: int | None = None
+    queue_depth: int | None = None
+    backend: str | None = None
+    io_timeout: float = 120.0
+    write_budget: WriteBudget | None = None
     dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     device: str | None = None
@@ -118,6 +167,7 @@ class WrapConfig:
         put(self, "grad_dtype", _dtype("grad_dtype", self.grad_dtype))
         put(self, "device", _device(self.device))
         self._check_tiers_against_the_rest()
+        self._check_swap()
         if self.activations is not None:
             raise ConfigError(f"expected activations=None, found {self.activations!r}; leave it out")
         _whole("zero_stage", self.zero_stage, 1, 3, "1, 2 or 3")
@@ -144,17 +194,41 @@ class WrapConfig:
                 f"swap_dirs given, but tiers are {_listed(self.tiers)}; add 'nvme' to tiers or drop swap_dirs"
             )
 
+    def _check_swap(self) -> None:
+        put = object.__setattr__
+        put(self, "swap_weights", _weights(self.swap_weights, len(self.swap_dirs)))
+        if self.request_size is not None:
+            size = parse_size(self.request_size)
+            if size % PAGE or not PAGE <= size <= 1 << 30:
+                raise ConfigError(
+                    f"expected request_size to be a multiple of {PAGE} bytes up to 1GiB, found {self.request_size!r}; "
+                    "write for example '4MiB'"
+                )
+            put(self, "request_size", size)
+        if self.queue_depth is not None:
+            _whole("queue_depth", self.queue_depth, 1, 256, "None or a number of requests from 1 to 256")
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise ConfigError(f"expected backend to be None or one of {_listed(BACKENDS)}, found {self.backend!r}")
+        if not _is_number(self.io_timeout) or self.io_timeout < 0:
+            raise ConfigError(f"expected io_timeout in seconds, 0 for no limit, found {self.io_timeout!r}")
+        put(self, "io_timeout", float(self.io_timeout))
+        if self.write_budget is not None:
+            put(self, "write_budget", WriteBudget.make(self.write_budget))
+
     @classmethod
     def make(cls, config: str | os.PathLike[str] | WrapConfig | None = None, **explicit: Any) -> WrapConfig:
-        """Settings from keyword arguments over those of `config` (a TOML file, or settings) over the defaults.
+        """Settings from keyword arguments over the environment over `config` (a TOML file) over the defaults.
 
-        An argument that is None counts as not given.
+        An argument that is None counts as not given. Settings given as `config` are as strong as arguments were when
+        they were made. Other `swap_dirs` than those of `config` come without its `swap_weights`.
 
         Raises:
             ConfigError: an unknown name, a value that makes no sense, an unreadable file, or no tiers at all.
         """
         given = {name: value for name, value in explicit.items() if value is not None}
         _known(given, "argument")
+        if "swap_dirs" in given:
+            given.setdefault("swap_weights", ())  # the others were measured elsewhere
         if isinstance(config, WrapConfig):
             return replace(config, **given)
         merged = {**(_read_toml(config) if config is not None else {}), **given}
@@ -177,7 +251,7 @@ def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{os.fspath(path)} is not a TOML file: {error}") from error
     _known(values, f"key in {os.fspath(path)}:")
-    return values
+    return {name: value for name, value in values.items() if not os.environ.get(_STRONGER_THAN_A_FILE.get(name, ""))}
 
 
 def _known(values: Iterable[str], what: str) -> None:
@@ -226,6 +300,22 @@ def _swap_dirs(value: object) -> tuple[Path, ...]:
             raise ConfigError(f"swap_dirs name {directory} twice; name each directory once")
         directories.append(directory)
     return tuple(directories)
+
+
+def _weights(value: object, directories: int) -> tuple[float, ...]:
+    if value is None or (isinstance(value, Iterable) and not isinstance(value, str) and not (value := tuple(value))):
+        return ()
+    if not isinstance(value, tuple) or not all(_is_number(item) and item > 0 for item in value):
+        raise ConfigError(f"expected swap_weights as a list of numbers above 0, found {value!r}")
+    if len(value) != directories:
+        raise ConfigError(
+            f"expected swap_weights to have one number for each of {directories} swap_dirs, found {list(value)}"
+        )
+    return tuple(float(item) for item in value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _dtype(name: str, value: object) -> torch.dtype | None:

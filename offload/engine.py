@@ -74,7 +74,8 @@ def wrap(
             and moments are fp32 always.
         device: ``"cuda"``, ``"cpu"``, ... Default: what is there.
         grad_dtype: dtype in which gradients are kept; default the compute dtype, fp32 for fp16.
-        config: a TOML file or :class:`offload.config.WrapConfig` with the same settings; arguments win over it.
+        config: a TOML file (as from ``offload tune``) or :class:`offload.config.WrapConfig` with the same settings.
+            Arguments win over the environment, and that over the file.
         settings: further fields of :class:`offload.config.WrapConfig`.
 
     Raises:
@@ -233,12 +234,15 @@ class _Builder:
 
     def _open_swap(self, plan: MemoryPlan) -> tuple[IoBackend | None, SwapSpace | None]:
         """Reserve what the plan needs; a bad directory is an error at the start even where nothing needs it yet."""
-        if not self._config.swap_dirs:
+        config = self._config
+        if not config.swap_dirs:
             return None, None
-        backend = open_backend(lanes=self._lanes)
+        backend = open_backend(
+            config.backend, lanes=self._lanes, request_size=config.request_size, queue_depth=config.queue_depth
+        )
         swap = None
         try:
-            swap = SwapSpace(self._config.swap_dirs, backend, self._lanes)
+            swap = SwapSpace(config.swap_dirs, backend, self._lanes)
             swap.reserve(plan.swapped())
         except BaseException:
             if swap is not None:
@@ -325,11 +329,8 @@ class _Builder:
         """What was chosen, and (once in a process) why it is not the best there is."""
         if not native.available():
             warn_once(f"kernels run in torch, several times slower: {native.reason()}")
-        if backend is not None and backend_report().reason:
-            warn_once(f"swap I/O by {backend.name}: {backend_report().reason}")
-        if swap is not None and not all(swap.direct.values()):
-            refused = ", ".join(directory for directory, direct in swap.direct.items() if not direct)
-            warn_once(f"no direct I/O in {refused}: transfers go through the page cache")
+        if backend is not None and (reason := backend_report(self._config.backend).reason):
+            warn_once(f"swap I/O by {backend.name}: {reason}")
         log.info(
             "wrapped %d units on %s: %s; kernels %s, I/O %s, %s host memory",
             len(parts.units),

@@ -1,7 +1,7 @@
 """Choosing an I/O backend, and whole files through it.
 
 The order of preference is io_uring, threads, aiofiles: each is there for machines on which the one before it does
-not work. OFFLOAD_IO forces one; one that is forced and does not work is an error.
+not work. OFFLOAD_IO or the configuration forces one; one that is forced and does not work is an error.
 """
 
 from __future__ import annotations
@@ -13,51 +13,73 @@ from typing import NamedTuple
 import torch
 
 from offload import native
+from offload.config import BACKENDS
 from offload.errors import ConfigError, SwapError
 from offload.storage.io_aiofiles import AiofilesBackend
 from offload.storage.io_base import IoBackend
 from offload.storage.io_native import NativeBackend
-from offload.trace import Lanes
+from offload.trace import Lanes, warn_once
 
 __all__ = ["BACKENDS", "BackendReport", "IoBackend", "backend_report", "open_backend", "read_file", "write_file"]
 
-BACKENDS = ("uring", "threads", "aiofiles")
-"""Names of the backends, the preferred one first."""
-
 
 class BackendReport(NamedTuple):
-    """What `open_backend` takes when nothing is forced, or what OFFLOAD_IO forces."""
+    """What `open_backend` takes when nothing is forced, or what is."""
 
     chosen: str
     reason: str  # why not one that is preferred; "" where it is the first choice
 
 
-def open_backend(name: str | None = None, *, lanes: Lanes | None = None) -> IoBackend:
+def open_backend(
+    name: str | None = None,
+    *,
+    lanes: Lanes | None = None,
+    request_size: int | None = None,
+    queue_depth: int | None = None,
+) -> IoBackend:
     """A backend by `name`, by the environment variable OFFLOAD_IO, or the best one that works here.
+
+    Args:
+        request_size: bytes of one request to the disk, a multiple of 4096 up to 1 GiB; larger transfers are cut.
+        queue_depth: requests under way at once, 1 to 256. None for either: the backend's own choice.
 
     Raises:
         ConfigError: an unknown name, or a backend that does not work on this machine (with the reason).
     """
-    if name is None:
-        name = backend_report().chosen
-    else:
-        _check(name, "the I/O backend")
-    if name == "aiofiles":
-        return AiofilesBackend(lanes)
-    return NativeBackend("uring" if name == "uring" else "threads", lanes)
+    forced = bool(name or os.environ.get("OFFLOAD_IO"))
+    name = backend_report(name).chosen
+    if name == "uring":
+        try:
+            return NativeBackend("uring", lanes, request_size, queue_depth)
+        except OSError as error:  # the queue that was tried was small
+            reason = f"io_uring has no room for its queue: {error.strerror or error}"
+        except MemoryError as error:
+            reason = f"no memory may be locked for the queue of io_uring: {error}; raise `ulimit -l`"
+        if forced:
+            raise ConfigError(f"the I/O backend 'uring' does not work here ({reason}); choose threads")
+        warn_once(f"swap I/O by threads: {reason}")
+        name = "threads"
+    if name == "threads":
+        return NativeBackend("threads", lanes, request_size, queue_depth)
+    return AiofilesBackend(lanes, request_size, queue_depth)
 
 
-def backend_report() -> BackendReport:
-    """Which backend is used, and why not a better one."""
-    forced = os.environ.get("OFFLOAD_IO", "")
-    if forced:
-        _check(forced, "OFFLOAD_IO")
-        return BackendReport(forced, "" if forced == BACKENDS[0] else "forced by OFFLOAD_IO")
+def backend_report(name: str | None = None) -> BackendReport:
+    """Which backend is used (`name` if that is given), and why not a better one.
+
+    Raises:
+        ConfigError: as for `open_backend`.
+    """
+    for forced, what in ((name, "the I/O backend"), (os.environ.get("OFFLOAD_IO"), "OFFLOAD_IO")):
+        if forced:
+            _check(forced, what)
+            by = "OFFLOAD_IO" if what == "OFFLOAD_IO" else "the configuration"
+            return BackendReport(forced, "" if forced == BACKENDS[0] else f"forced by {by}")
     reasons: list[str] = []
-    for name in BACKENDS:
-        reason = why_not(name)
+    for choice in BACKENDS:
+        reason = why_not(choice)
         if not reason:
-            return BackendReport(name, "; ".join(reasons))
+            return BackendReport(choice, "; ".join(reasons))
         if reason not in reasons:
             reasons.append(reason)
     raise AssertionError("aiofiles always works")

@@ -33,10 +33,13 @@ class AiofilesBackend(IoBackend):
 
     name = "aiofiles"
 
-    def __init__(self, lanes: Lanes | None = None) -> None:
+    def __init__(
+        self, lanes: Lanes | None = None, request_size: int | None = None, queue_depth: int | None = None
+    ) -> None:
         super().__init__(lanes)
+        self._piece_size = request_size or _PIECE
         self._loop = asyncio.new_event_loop()
-        self._workers = ThreadPoolExecutor(max_workers=_WORKERS, thread_name_prefix="offload-io")
+        self._workers = ThreadPoolExecutor(max_workers=queue_depth or _WORKERS, thread_name_prefix="offload-io")
         self._inflight = 0
         self._idle = threading.Condition()
         self._thread = threading.Thread(target=self._loop.run_forever, name="offload-io-loop", daemon=True)
@@ -56,9 +59,9 @@ class AiofilesBackend(IoBackend):
         start = time.monotonic_ns()
         try:
             view = buffer.detach().view(-1).numpy().data
+            size = self._piece_size
             pieces = [
-                self._piece(write, fd, view[at : at + _PIECE], offset + at, max_piece)
-                for at in range(0, len(view), _PIECE)
+                self._piece(write, fd, view[at : at + size], offset + at, max_piece) for at in range(0, len(view), size)
             ]
             # Every piece has ended before the first error is raised: until then the buffer is in use.
             for outcome in await asyncio.gather(*pieces, return_exceptions=True):

@@ -16,6 +16,9 @@ from offload.trace import Lane, Lanes
 
 __all__ = ["NativeBackend", "NativeTicket"]
 
+_WORKERS, _DEPTH = 4, 32
+_PIECE = 4 << 20  # bytes
+
 
 class NativeTicket(Ticket):
     """One request of the native core. The core forgets a request once its outcome has been asked for; we keep it."""
@@ -71,12 +74,21 @@ class NativeTicket(Ticket):
 
 
 class NativeBackend(IoBackend):
-    """`name` is "uring" or "threads"."""
+    """`name` is "uring" or "threads". `request_size` bytes (None: 4 MiB) go in one request to the disk, `queue_depth`
+    (None: 32 with "uring", 4 with "threads") are under way at once."""
 
-    def __init__(self, name: Literal["uring", "threads"], lanes: Lanes | None = None) -> None:
+    def __init__(
+        self,
+        name: Literal["uring", "threads"],
+        lanes: Lanes | None = None,
+        request_size: int | None = None,
+        queue_depth: int | None = None,
+    ) -> None:
         super().__init__(lanes)
         self.name = name
-        self._aio: native.Aio | None = native.Aio(name)
+        self._aio: native.Aio | None = native.Aio(
+            name, workers=queue_depth or _WORKERS, depth=queue_depth or _DEPTH, piece=request_size or _PIECE
+        )
         self._open: deque[NativeTicket] = deque()
         self._open_lock = threading.Lock()
 

@@ -152,10 +152,12 @@ def test_no_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no-such-command" in refused(capsys, ["no-such-command"])
 
 
-# --- help, version, doctor
+# --- help, version
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["finetune", "--help"], ["doctor", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["finetune", "--help"], ["tune", "--help"], ["doctor", "--help"], ["--version"]]
+)
 def test_help_and_version_load_no_library_that_they_do_not_need(arguments: list[str]) -> None:
     code = (
         "import sys\n"
@@ -168,25 +170,6 @@ def test_help_and_version_load_no_library_that_they_do_not_need(arguments: list[
     assert done.returncode == 0, done.stderr
     assert "offload" in done.stdout
     assert done.stderr == ""
-
-
-def test_doctor_says_what_was_chosen(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    new = tmp_path / "new"
-    assert main(["doctor", str(tmp_path), str(new)]) == 0
-    printed = capsys.readouterr().out
-    for word in ("native core", "instruction set", "threads", "I/O", "memory", str(tmp_path), "direct I/O"):
-        assert word in printed
-    assert not new.exists()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_doctor_names_a_directory_that_cannot_be_used(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    assert main(["doctor", str(file), str(tmp_path)]) == 2
-    printed = capsys.readouterr()
-    assert str(file) in printed.err
-    assert f"{tmp_path}:" in printed.out
 
 
 # --- the whole way
@@ -231,6 +214,21 @@ def test_a_run_ends_with_a_model_that_plain_transformers_loads(
     )
     plain = subprocess.run([sys.executable, "-c", check, str(out)], capture_output=True, text=True, timeout=120)
     assert plain.returncode == 0, plain.stderr
+
+
+def test_a_tuned_configuration_is_read(model: Path, data: list[str], tiers: list[str], tmp_path: Path) -> None:
+    swap, file = tmp_path / "swap", tmp_path / "swap.toml"
+    swap.mkdir()
+    assert main(["tune", str(swap), "--size", "1MiB", "--out", str(file), "--backend", "aiofiles", "--quiet"]) == 0
+    arguments = ["finetune", "--model", str(model), "--data", *data, *SMALL, "--eval-fraction", "0", "--quiet"]
+    losses = []
+    for out, where in (("a", ["--config", str(file)]), ("b", ["--swap", str(swap)])):
+        flags = tiers[2:] if out == "a" else tiers  # the file names all tiers
+        assert main([*arguments, *flags, *where, "--out", str(tmp_path / out)]) == 0
+        figures = json.loads((tmp_path / out / "run.json").read_text())
+        assert figures["lanes"]["nvme_write"]["bytes"] > 0
+        losses.append(figures["losses"])
+    assert losses[0] == losses[1]
 
 
 def test_quiet_prints_nothing(model: Path, data: list[str], tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.config import TIERS, Budgets, WrapConfig
+from offload.config import TIERS, Budgets, WrapConfig, WriteBudget
 from offload.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
+SWAP = {"tiers": "gpu,nvme", "swap_dirs": ["/a", "/b"]}
 
 
 @pytest.mark.parametrize("tiers", [["gpu"], ["gpu", "cpu"], ("gpu", "cpu"), "gpu,cpu", "gpu, cpu"])
@@ -97,6 +98,30 @@ def test_legal_everywhere(pin: bool | None, stage: int) -> None:
         ({"pin": "yes"}, ["pin", "'yes'"]),
         ({"pin": 1}, ["pin"]),
         ({"poison": 2}, ["poison", "2"]),
+        ({"swap_weights": [1.0]}, ["swap_weights", "each of 0", "[1.0]"]),
+        ({**SWAP, "swap_weights": [1.0]}, ["swap_weights", "each of 2", "[1.0]"]),
+        ({**SWAP, "swap_weights": [1.0, 0]}, ["swap_weights", "above 0", "0"]),
+        ({**SWAP, "swap_weights": [1.0, float("nan")]}, ["swap_weights", "nan"]),
+        ({**SWAP, "swap_weights": [1.0, "2"]}, ["swap_weights", "'2'"]),
+        ({**SWAP, "swap_weights": "fast"}, ["swap_weights", "'fast'"]),
+        ({**SWAP, "swap_weights": 5}, ["swap_weights", "5"]),
+        ({"request_size": 5000}, ["request_size", "multiple of 4096", "5000"]),
+        ({"request_size": "2GiB"}, ["request_size", "1GiB", "'2GiB'"]),
+        ({"request_size": 0}, ["request_size", "0"]),
+        ({"request_size": "big"}, ["'big'"]),
+        ({"queue_depth": 0}, ["queue_depth", "1 to 256", "0"]),
+        ({"queue_depth": 257}, ["queue_depth", "257"]),
+        ({"queue_depth": True}, ["queue_depth", "True"]),
+        ({"backend": "dma"}, ["backend", "'uring', 'threads', 'aiofiles'", "'dma'"]),
+        ({"backend": 1}, ["backend", "1"]),
+        ({"io_timeout": -1}, ["io_timeout", "seconds", "-1"]),
+        ({"io_timeout": float("inf")}, ["io_timeout", "inf"]),
+        ({"io_timeout": "1s"}, ["io_timeout", "'1s'"]),
+        ({"io_timeout": True}, ["io_timeout", "True"]),
+        ({"write_budget": "500GiB/week"}, ["write_budget", "'500GiB/day'", "'500GiB/week'"]),
+        ({"write_budget": "much/day"}, ["write_budget", "'much/day'"]),
+        ({"write_budget": 0}, ["write_budget", "0"]),
+        ({"write_budget": 1.5}, ["write_budget", "1.5"]),
         ({"swap_dir": "/x"}, ["'swap_dir'", "did you mean 'swap_dirs'"]),
         ({"wibble": 1}, ["'wibble'", "'tiers'"]),
     ],
@@ -151,6 +176,70 @@ def test_toml_and_arguments_over_it(tmp_path: Path) -> None:
     assert WrapConfig.make(config, dtype="bf16").zero_stage == 2
 
 
+def test_swap_settings() -> None:
+    config = WrapConfig.make(
+        **SWAP, swap_weights=[2100, 0.5], request_size="4MiB", queue_depth=16, backend="threads", io_timeout=0
+    )
+    assert config.swap_weights == (2100.0, 0.5)
+    assert (config.request_size, config.queue_depth, config.backend) == (4 << 20, 16, "threads")
+    assert config.io_timeout == 0.0
+    default = WrapConfig(("gpu",))
+    assert (default.swap_weights, default.request_size, default.queue_depth, default.backend) == ((), None, None, None)
+    assert (default.io_timeout, default.write_budget) == (120.0, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("500GiB/day", WriteBudget(500 << 30, True)),
+        (" 1.5 TB / day ", WriteBudget(1500 * 10**9, True)),
+        ("10TiB", WriteBudget(10 << 40, False)),
+        (4096, WriteBudget(4096, False)),
+        (WriteBudget(1, True), WriteBudget(1, True)),
+    ],
+)
+def test_write_budgets(given: Any, expected: WriteBudget) -> None:
+    assert WrapConfig(("gpu",), write_budget=given).write_budget == expected
+
+
+def test_other_directories_come_without_the_weights_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "swap.toml"
+    file.write_text('tiers = ["gpu", "nvme"]\nswap_dirs = ["/a", "/b"]\nswap_weights = [1, 2]\nqueue_depth = 8\n')
+    for base in (file, WrapConfig.from_toml(file)):
+        assert WrapConfig.make(base).swap_weights == (1.0, 2.0)
+        other = WrapConfig.make(base, swap_dirs=["/c", "/d"])
+        assert (other.swap_weights, other.queue_depth) == ((), 8)
+        assert WrapConfig.make(base, swap_dirs="/c", swap_weights=[3]).swap_weights == (3.0,)
+
+
+@pytest.mark.parametrize(
+    ("key", "variable", "in_file", "from_environment", "default"),
+    [
+        ("backend", "OFFLOAD_IO", "'threads'", "aiofiles", None),
+        ("device", "OFFLOAD_DEVICE", "'cuda:1'", "cpu", None),
+        ("poison", "OFFLOAD_POISON", "false", "1", True),
+        ("poison", "OFFLOAD_POISON", "true", "0", False),
+        ("threads", "OFFLOAD_THREADS", "7", "2", None),
+    ],
+)
+def test_the_environment_is_stronger_than_a_file_and_weaker_than_an_argument(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    key: str,
+    variable: str,
+    in_file: str,
+    from_environment: str,
+    default: object,
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(f"tiers = ['gpu']\n{key} = {in_file}\n")
+    monkeypatch.delenv(variable, raising=False)
+    of_file = getattr(WrapConfig.from_toml(file), key)
+    monkeypatch.setenv(variable, from_environment)
+    assert getattr(WrapConfig.from_toml(file), key) == default  # where None, who uses it asks the environment
+    assert getattr(WrapConfig.make(file, **{key: of_file}), key) == of_file
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -183,4 +272,4 @@ def test_sample_is_legal_and_shows_every_key() -> None:
     assert WrapConfig.from_toml(sample) == WrapConfig(("gpu", "cpu"))
     text = sample.read_text()
     for field in dataclasses.fields(WrapConfig):
-        assert field.name in text or field.name == "activations"
+        assert f"{field.name} " in text or field.name in ("activations", "budgets")

@@ -243,6 +243,61 @@ def test_backend_that_cannot_work_says_why(monkeypatch: pytest.MonkeyPatch) -> N
         open_backend()
 
 
+def test_a_backend_of_the_configuration_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_IO", "pigeons")  # what is given is stronger
+    assert backend_report("aiofiles") == ("aiofiles", "forced by the configuration")
+    with pytest.raises(ConfigError, match=r"the I/O backend.*'dma'"):
+        backend_report("dma")
+
+
+@pytest.mark.parametrize("name", backend_params())
+@pytest.mark.parametrize(("request_size", "queue_depth"), [(4096, 1), (1 << 20, 256), (1 << 30, 4)])
+def test_request_size_and_queue_depth(tmp_path: Path, name: str, request_size: int, queue_depth: int) -> None:
+    sent, got = aligned(1_000_000, 1), aligned(1_000_000)
+    with (
+        open_backend(name, request_size=request_size, queue_depth=queue_depth) as backend,
+        open(tmp_path / "file", "w+b") as file,
+    ):
+        backend.write(file.fileno(), sent, 0).wait()
+        backend.read(file.fileno(), got, 0).wait()
+    assert torch.equal(sent, got)
+
+
+@pytest.mark.skipif(not native.available(), reason="no native core")
+def test_request_size_and_queue_depth_reach_the_native_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, int]] = []
+    real = native.Aio
+    monkeypatch.setattr(native, "Aio", lambda name, **sizes: asked.append(sizes) or real(name, **sizes))
+    open_backend("threads", request_size=8192, queue_depth=3).close()
+    open_backend("threads").close()
+    assert asked == [
+        {"workers": 3, "depth": 3, "piece": 8192},
+        {"workers": 4, "depth": 32, "piece": 4 << 20},
+    ]
+
+
+@pytest.mark.skipif(bool(why_not("uring")), reason="no io_uring")
+@pytest.mark.parametrize("error", [MemoryError("no room for the queue"), OSError(errno.EMFILE, "Too many files")])
+def test_a_queue_that_cannot_be_had_leaves_threads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    monkeypatch.delenv("OFFLOAD_IO", raising=False)
+    real = native.Aio
+
+    def refuse(name: str, **sizes: int) -> native.Aio:
+        if name == "uring":
+            raise error
+        return real(name, **sizes)
+
+    monkeypatch.setattr(native, "Aio", refuse)
+    for _ in range(2):
+        with open_backend() as backend:
+            assert backend.name == "threads"
+    assert sum(str(error.args[-1]) in message for message in caplog.messages) == 1  # said once
+    with pytest.raises(ConfigError, match="choose threads"):
+        open_backend("uring")
+
+
 @pytest.mark.skipif(not native.available(), reason="no native core")
 def test_uring_that_is_forbidden_leaves_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OFFLOAD_IO", raising=False)

@@ -1,17 +1,12 @@
-"""`offload finetune | doctor`: the command line.
-
-Exit codes: 0 done; 1 training failed; 2 bad input, nothing was done; 130 and 143: ended early by SIGINT (Ctrl-C) or
-SIGTERM, the result up to there saved. Nothing heavy is imported before it is known to be needed.
-"""
+"""`offload finetune`: fine-tune a causal language model on text."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from offload.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from offload.errors import ConfigError, OffloadError
 from offload.sizes import format_size, parse_size
 
@@ -19,81 +14,19 @@ if TYPE_CHECKING:
     from offload.integrations.finetune_config import FinetuneConfig
     from offload.integrations.run_report import RunReport
 
-__all__ = ["main"]
-
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
+__all__ = ["add"]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: that of the process) and return the exit code."""
-    arguments = _parser().parse_args(argv)
-    command: Callable[[argparse.Namespace], int] = arguments.run
-    try:
-        return command(arguments)
-    except KeyboardInterrupt:
-        print("offload: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except ConfigError as error:
-        return _fail(error, EXIT_BAD_INPUT)
-
-
-def _fail(error: Exception, code: int) -> int:
-    print(f"offload: error: {' '.join(str(error).split())}", file=sys.stderr)
-    return code
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; the usage is a --help away."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
-class _Version(argparse.Action):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(nargs=0, **options)
-
-    def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> NoReturn:
-        print(f"offload {_version()}")
-        parser.exit()
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("offload")
-    except PackageNotFoundError:
-        return "(not installed; running from its source tree)"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="offload",
-        description="Fine-tune models larger than your GPU: training state across GPU, CPU memory and NVMe.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action=_Version, help="print the version and exit")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
-    _add_finetune(commands)
-    doctor = commands.add_parser(
-        "doctor", help="what this machine offers, what was chosen, and why", allow_abbrev=False
-    )
-    doctor.add_argument("directories", nargs="*", type=Path, metavar="DIR", help="possible swap directories to try out")
-    doctor.set_defaults(run=_doctor)
-    return parser
-
-
-def _add_finetune(commands: Any) -> None:
+def add(commands: Any) -> None:
+    """Add the command to the parser of the program."""
     finetune = commands.add_parser(
         "finetune",
         help="fine-tune a causal language model on text",
         description="Fine-tune a transformers causal language model on text or JSONL files.",
-        epilog="Ctrl-C or SIGTERM: the running step is finished, the model saved and run.json written; then the exit "
-        "code is 130 or 143. A second one stops at once. Bad input exits with 2, a failed training with 1.",
-        allow_abbrev=False,
+        epilog="example: offload finetune --model DIR --data notes/*.txt --tiers gpu,cpu,nvme --swap /mnt/nvme/swap "
+        "--out tuned\n\n"
+        "Ctrl-C or SIGTERM: the running step is finished, the model saved and run.json written; then the exit code is "
+        "130 or 143. A second one stops at once. Bad input exits with 2, a failed training with 1.",
     )
     finetune.set_defaults(run=_finetune)
     text = finetune.add_argument_group("model and text")
@@ -121,7 +54,12 @@ def _add_finetune(commands: Any) -> None:
     place.add_argument("--swap", nargs="+", type=Path, metavar="DIR", help="directories for swap files (tier nvme)")
     place.add_argument("--dtype", choices=("bf16", "fp32", "fp16"), help="compute dtype (bf16 on a GPU, else model's)")
     place.add_argument("--device", metavar="NAME", help="device that computes, as in cuda:0 or cpu")
-    place.add_argument("--config", type=Path, metavar="FILE.toml", help="settings of offload.wrap; flags win over them")
+    place.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE.toml",
+        help="settings of offload.wrap, as `offload tune` writes them; flags win",
+    )
 
     loop = finetune.add_argument_group("training")
     loop.add_argument("--steps", type=int, metavar="N", help="optimizer steps (100)")
@@ -150,11 +88,11 @@ def _finetune(arguments: argparse.Namespace) -> int:
     try:
         run = FinetuneRun(_finetune_config(arguments))
     except OffloadError as error:  # swap space that cannot be had is bad input too, as long as nothing was trained
-        return _fail(error, EXIT_BAD_INPUT)
+        return fail(error, EXIT_BAD_INPUT)
     try:
         report = run.train()
     except (OffloadError, OSError) as error:
-        return _fail(error, EXIT_FAILED)
+        return fail(error, EXIT_FAILED)
     if not arguments.quiet:
         _summarise(run.config, report)
     return run.exit_code
@@ -210,54 +148,3 @@ def _summarise(config: FinetuneConfig, report: RunReport) -> None:
     for name, lane in report.lanes.items():
         print(f"lane {name}: {format_size(lane.bytes)} in {lane.busy_s:.1f} s of transfers")
     print(f"model and tokenizer: {config.out}; figures: {config.report_path}")
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    import torch
-
-    import offload
-    from offload import native
-    from offload.planning.hardware import available_memory, free_disk
-    from offload.storage.io import backend_report
-
-    io = backend_report()
-    print(f"offload {_version()}, Python {sys.version.split()[0]}, torch {torch.__version__}")
-    for name, value in offload.build_info().items():
-        print(f"  {name}: {value if value != '' else '-'}")
-    print(f"native core: {'yes' if native.available() else 'no: ' + native.reason()}")
-    print(f"instruction set: {native.isa()} (runnable here: {', '.join(native.isas())}; force with OFFLOAD_ISA)")
-    print(f"checksums: CRC-32C in {native.crc()} (force with OFFLOAD_CRC)")
-    print(f"threads: {native.threads()} (force with OFFLOAD_THREADS)")
-    print(f"I/O: {io.chosen}{'; not faster because ' + io.reason if io.reason else ''} (force with OFFLOAD_IO)")
-    print(f"memory this process can still take: {format_size(available_memory())}")
-    code = 0
-    for directory in arguments.directories:
-        missing = "" if directory.exists() else " (does not exist; wrap would make it there)"
-        try:
-            direct = _direct_io(directory)
-        except OffloadError as error:
-            code = _fail(error, EXIT_BAD_INPUT)
-            continue
-        how = "direct I/O (O_DIRECT) works" if direct else "no direct I/O here: transfers go through the page cache"
-        print(f"{directory}{missing}: {format_size(free_disk(directory))} free, {how}")
-    return code
-
-
-def _direct_io(directory: Path) -> bool:
-    """Whether swap files in `directory` are read and written past the page cache. Leaves nothing behind."""
-    from offload.storage.io import open_backend
-    from offload.storage.swap import SwapSpace
-
-    made = not directory.exists()
-    backend = open_backend()
-    try:
-        with SwapSpace([directory], backend) as swap:
-            return all(swap.direct.values())
-    finally:
-        backend.close()
-        if made and directory.exists():
-            directory.rmdir()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

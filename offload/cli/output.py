@@ -1,0 +1,58 @@
+"""What the commands print: errors, checks, tables."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from offload.planning.checkup import Check
+
+__all__ = ["EXIT_BAD_INPUT", "EXIT_BROKEN_PIPE", "EXIT_FAILED", "EXIT_INTERRUPTED", "fail", "show", "table", "version"]
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141  # what a shell shows for SIGPIPE
+
+
+_HANGING: dict[str, Any] = {"subsequent_indent": " " * 24, "break_long_words": False, "break_on_hyphens": False}
+
+
+def fail(error: Exception, code: int) -> int:
+    """Print `error` in one line, and return `code`."""
+    print(f"offload: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return code
+
+
+def version() -> str:
+    """Of this package."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
+    try:
+        return installed("offload")
+    except PackageNotFoundError:
+        return "(not installed; running from its source tree)"
+
+
+def show(title: str, checks: Iterable[Check]) -> None:
+    """Print checks below their title, as wide as the terminal (80 columns where there is none)."""
+    width = max(40, shutil.get_terminal_size().columns - 1)
+    print(title)
+    for check in checks:
+        print(textwrap.fill(check.found, width, initial_indent=f"  {check.status:<5}{check.name:<17}", **_HANGING))
+        if check.remedy:
+            print(textwrap.fill(check.remedy, width, initial_indent=f"{'':24}-> ", **_HANGING))
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they must be: figures to the right, what is in the last column (a name) to the left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    lines = []
+    for row in rows:
+        cells = (cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=True))
+        lines.append("  ".join((*cells, row[-1])))
+    return "\n".join(lines)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError
-from offload.sizes import PAGE, parse_size
+from offload.sizes import PAGE, format_size, parse_size
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -95,7 +95,10 @@ class WriteBudget:
     """Bytes that may be written to swap files: in all, or in each day."""
 
     nbytes: int
-    per_day: bool
+    per_day: bool = False
+
+    def __str__(self) -> str:
+        return format_size(self.nbytes) + ("/day" if self.per_day else "")
 
     @classmethod
     def make(cls, value: WriteBudget | int | str) -> WriteBudget:
@@ -121,12 +124,13 @@ class WrapConfig:
         budgets: bytes each tier may hold at most.
         swap_dirs: directories for swap files; needed with tier "nvme", and only then.
         swap_weights: speed of each of `swap_dirs` relative to the others (MB/s, as `offload tune` measures it); empty:
-            all are alike.
+            measured for a moment when the model is wrapped, if they are on several disks.
         request_size: bytes of one request to a disk, a multiple of 4096 up to 1 GiB; larger transfers are cut. None:
             that of the backend.
         queue_depth: requests under way at once, 1 to 256; None: that of the backend.
         backend: "uring", "threads" or "aiofiles"; None: the best that works. OFFLOAD_IO wins over a file.
-        io_timeout: seconds that one transfer to or from swap files may take; 0: no limit.
+        io_timeout: seconds that one transfer to or from swap files may take; 0: no limit. One that takes longer ends in
+            a SwapError; training goes on from there when the disk has answered.
         write_budget: bytes that may be written to swap files, as "10TiB" or "500GiB/day"; None: no limit.
         dtype: compute dtype (float32, bfloat16, float16); None: bfloat16 on an accelerator, else the model's own.
         grad_dtype: dtype of the host gradients; None: the compute dtype, but float32 for float16.

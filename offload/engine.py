@@ -32,6 +32,7 @@ from offload.storage.io import IoBackend, backend_report, open_backend
 from offload.storage.open_device import open_device
 from offload.storage.swap import SwapSpace
 from offload.storage.tiers import Tier
+from offload.storage.wear import WriteMeter
 from offload.trace import Lanes, warn_once
 from offload.training.gradients import GradientBuffer, Gradients, gradient_dtype
 from offload.training.hooks import attach
@@ -242,7 +243,14 @@ class _Builder:
         )
         swap = None
         try:
-            swap = SwapSpace(config.swap_dirs, backend, self._lanes)
+            swap = SwapSpace(
+                config.swap_dirs,
+                backend,
+                self._lanes,
+                weights=config.swap_weights or None,
+                limit_s=config.io_timeout or None,
+                meter=WriteMeter(config.write_budget),
+            )
             swap.reserve(plan.swapped())
         except BaseException:
             if swap is not None:
@@ -289,6 +297,7 @@ class _Builder:
             gradients=Gradients(device, []),
             state=StateStore(allocation.one_more_state_block, staging),
             delivery=delivery,
+            meter=None if swap is None else swap.meter,
             update_thread=update_thread,
             pinned=False,
             close=close,

@@ -85,9 +85,9 @@ class CheckedRead(Ticket):
             return
         first, granule = wrong[0], self._expected.granule
         raise SwapError(
-            f"swap record {self._expected.name!r} is damaged: expected what was written there, found other bytes, twice "
-            f"({len(wrong)} of {len(self._expected.sums)} granules of {granule} bytes differ). Nothing of it was used. "
-            "Check the disk, and resume from the last checkpoint",
+            f"swap record {self._expected.name!r} is damaged: expected what was written there, found other bytes at "
+            f"two tries ({len(wrong)} of {len(self._expected.sums)} granules of {granule} bytes differ). Nothing of it "
+            "was used. Check the disk, and resume from the last checkpoint",
             operation="read",
             **self._where(first * granule),  # type: ignore[arg-type]
         )

@@ -6,47 +6,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from offload.errors import ConfigError, WriteBudgetError
-from offload.sizes import format_size, parse_size
+from offload.config import WriteBudget
+from offload.errors import WriteBudgetError
+from offload.sizes import format_size
 
-__all__ = ["WriteBudget", "WriteMeter"]
+__all__ = ["WriteMeter"]
 
 DAY_S = 86400.0
 _SLOTS = 288  # of a day, five minutes each: as finely as the last 24 hours are remembered
 _WARN = 0.8
 
 _log = logging.getLogger("offload")
-
-
-@dataclass(frozen=True)
-class WriteBudget:
-    """Bytes that may be written to swap: in any 24 hours (`per_day`), or by one run in all."""
-
-    nbytes: int
-    per_day: bool = False
-
-    @classmethod
-    def parse(cls, value: str | int | WriteBudget | None) -> WriteBudget | None:
-        """From "500GiB/day", or "10TiB" for the whole run."""
-        if value is None or isinstance(value, WriteBudget):
-            return value
-        size, slash, unit = str(value).partition("/")
-        try:
-            if slash and unit.strip() != "day":
-                raise ConfigError(f"unknown unit {unit.strip()!r}")
-            nbytes = parse_size(size.strip() if isinstance(value, str) else value)
-        except ConfigError as error:
-            raise ConfigError(
-                f"write_budget: expected a size such as '10TiB' (in all) or '500GiB/day', found {value!r}: {error}"
-            ) from None
-        if nbytes <= 0:
-            raise ConfigError(f"write_budget: expected more than nothing, found {value!r}; leave it out for no limit")
-        return cls(nbytes, bool(slash))
-
-    def __str__(self) -> str:
-        return format_size(self.nbytes) + ("/day" if self.per_day else "")
 
 
 class WriteMeter:

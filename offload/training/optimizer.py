@@ -110,6 +110,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             runtime.forget_clip_factors(mine)
             return loss
         updates = self._collect(runtime)
+        runtime.allow(updates)
         runtime.forget_clip_factors(mine)
         if updates:
             runtime.promise(updates)

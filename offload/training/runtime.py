@@ -32,6 +32,7 @@ from offload.storage.device import Device
 from offload.storage.memory import HostMemory
 from offload.storage.staging import StagingPool
 from offload.storage.tiers import Tier
+from offload.storage.wear import WriteMeter
 from offload.trace import Lanes
 from offload.training import tiled
 from offload.training.functions import RAW_GRAD, SET_RAW_GRAD
@@ -41,7 +42,7 @@ from offload.training.residency import Residency
 from offload.training.saved import packing
 from offload.training.state import StateStore, follow_weights, member_span, set_master
 from offload.training.transfers import Transfers
-from offload.training.update import PendingUpdate, UnitUpdate
+from offload.training.update import PendingUpdate, UnitUpdate, bytes_to_disk
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Parts:
     gradients: Gradients
     state: StateStore
     delivery: StagingPool | None
+    meter: WriteMeter | None  # of what is written to disk; None where nothing is
     update_thread: concurrent.futures.Executor
     pinned: bool
     close: Callable[[], None]  # threads, files and page locks; must not refer to the runtime
@@ -294,6 +296,11 @@ class Runtime:
             self.gradients.set(unit, index, value)
 
     # Update
+
+    def allow(self, updates: list[UnitUpdate]) -> None:
+        """Raise WriteBudgetError if they would write more to disk than the user allows."""
+        if self.parts.meter is not None:
+            self.parts.meter.require(bytes_to_disk(updates))
 
     def promise(self, updates: list[UnitUpdate]) -> None:
         """Carry out an update. If that fails, it stays promised, together with the gradients it needs.

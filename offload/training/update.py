@@ -13,7 +13,7 @@ from __future__ import annotations
 import concurrent.futures
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -43,6 +43,16 @@ class UnitUpdate:
     def whole(self) -> bool:
         """Will every byte of the unit's weights be written?"""
         return sum(span.count for span, _ in self.pieces) == self.unit.layout.numel
+
+    def blocks(self) -> list[StateBlock]:
+        """The blocks of state that change, in order."""
+        return [b for b in self.unit.blocks if any(b.span.overlap(s) for s, _ in self.pieces)]
+
+
+def bytes_to_disk(updates: Sequence[UnitUpdate]) -> int:
+    """What these updates will write to swap space: state, and weights that live there."""
+    homes = [b.home for u in updates for b in u.blocks()] + [u.unit.home for u in updates]
+    return sum(home.nbytes for home in homes if isinstance(home, SwapHome))
 
 
 @dataclass
@@ -86,7 +96,7 @@ class PendingUpdate:
 
     def __post_init__(self) -> None:
         for update in self.updates:
-            blocks = [b for b in update.unit.blocks if any(b.span.overlap(s) for s, _ in update.pieces)]
+            blocks = update.blocks()
             self._items.extend(_Item(update, b, b is blocks[-1]) for b in blocks)
 
     def finish(self, thread: concurrent.futures.Executor) -> None:

@@ -13,7 +13,7 @@ import torch
 from offload.errors import SwapError
 from offload.sizes import PAGE
 from offload.storage import faults, hung
-from offload.storage.io import IoBackend, open_backend
+from offload.storage.io import open_backend
 from offload.storage.memory import HostMemory
 from offload.storage.staging import StagingPool
 from offload.storage.swap import SwapSpace

@@ -6,8 +6,9 @@ import logging
 
 import pytest
 
+from offload.config import WriteBudget
 from offload.errors import WriteBudgetError
-from offload.storage.wear import DAY_S, WriteBudget, WriteMeter
+from offload.storage.wear import DAY_S, WriteMeter
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""What comes back from the disk is what went there, or an error that names it; and the disk is not worn beyond a limit."""
+"""What comes back from the disk is what went there, or an error that names it; no disk is worn beyond its limit."""
 
 from __future__ import annotations
 
@@ -51,6 +51,11 @@ def step(model: Net, optimizer: offload.AdamW, batch: torch.Tensor) -> float:
     return loss.item()
 
 
+def steps(model: Net, optimizer: offload.AdamW) -> None:
+    for batch in data():
+        step(model, optimizer, batch)
+
+
 @pytest.mark.parametrize("kind", ["weights", "optimizer state"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_flipped_bit_stops_the_run_and_is_named(tmp_path: Path, kind: str, seed: int) -> None:
@@ -65,8 +70,7 @@ def test_a_flipped_bit_stops_the_run_and_is_named(tmp_path: Path, kind: str, see
     wrong[bit // 8] ^= 1 << bit % 8
     page(home, number, bytes(wrong))
     with pytest.raises(SwapError, match=f"'{name}' is damaged"):
-        for batch in data():
-            step(model, optimizer, batch)
+        steps(model, optimizer)
     page(home, number, right)  # nothing of it was used: the run goes on as if nothing had been
     optimizer.zero_grad()
     offload.unwrap(model)
@@ -82,8 +86,7 @@ def test_two_records_that_changed_places_are_found(tmp_path: Path) -> None:
     page(one, 0, pages[1])
     page(other, 0, pages[0])
     with pytest.raises(SwapError, match=r"'optimizer state of blocks\.[01]' is damaged"):
-        for batch in data():
-            step(model, optimizer, batch)
+        steps(model, optimizer)
 
 
 def test_a_disk_that_hangs_is_an_error_and_the_run_goes_on_when_it_answers(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from offload.errors import SwapError
 from offload.sizes import PAGE, round_up
 from offload.storage import faults
 from offload.storage.io import IoBackend, open_backend
-from offload.storage.memory import HostMemory
 from offload.storage.swap import Extent, SwapSpace
 from offload.trace import Lanes
 from tests.unit.storage.iotools import aligned, backend_params, get, put
@@ -298,17 +297,3 @@ def test_threads(backend: IoBackend, tmp_path: Path) -> None:
             thread.join()
         assert wrong == []
         assert swap.used == 0
-
-
-@pytest.mark.slow
-def test_a_request_above_two_gib(one: IoBackend, tmp_path: Path) -> None:
-    """More than Linux moves in one call, in one record."""
-    nbytes = (2 << 30) + 3 * PAGE
-    with SwapSpace([tmp_path], one) as swap:
-        extent = swap.allocate(nbytes)
-        data = HostMemory(nbytes).tensor
-        data.view(torch.int64).copy_(torch.arange(nbytes // 8))
-        swap.write(extent, data).wait()
-        data.zero_()
-        swap.read(extent, data).wait()
-        assert torch.equal(data.view(torch.int64), torch.arange(nbytes // 8))

@@ -81,7 +81,8 @@ def _guarded(name: str, look: Callable[[], Check]) -> Check:
 def _native_core() -> Check:
     if native.available():
         return Check("native core", "ok", "built")
-    return Check("native core", "warn", native.reason(), "kernels run in torch until then, several times slower")
+    found = f"not there, so kernels run in torch, several times slower: {native.reason()}"
+    return Check("native core", "warn", found, "reinstall where there is a C++17 compiler and CMake")
 
 
 def _isa() -> Check:
@@ -151,7 +152,7 @@ def check_directories(directories: Sequence[str | os.PathLike[str]]) -> dict[Pat
 def judge(place: Place, backend: str, twins: Sequence[Path] = ()) -> Iterator[Check]:
     """The lines about one directory. `twins`: those named before it that lie on the same file system."""
     if place.error:
-        wrong = place.directory.exists() and not place.directory.is_dir()
+        wrong = os.path.exists(place.directory) and not os.path.isdir(place.directory)
         found = "not a directory" if wrong else place.error
         yield Check(
             "access", "fail", found if place.exists else f"cannot be made: {found}", _access_remedy(place, wrong)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
@@ -34,6 +33,7 @@ from offload.storage.swap import SwapSpace
 from offload.storage.tiers import Tier
 from offload.storage.wear import WriteMeter
 from offload.trace import Lanes, warn_once
+from offload.training.delivery import Delivery
 from offload.training.gradients import GradientBuffer, Gradients, gradient_dtype
 from offload.training.hooks import attach
 from offload.training.moving import copy_values, fill_home, give_back, move_in, move_out
@@ -43,6 +43,7 @@ from offload.training.residency import Residency
 from offload.training.runtime import Parts, Runtime, attached, runtime_of_model
 from offload.training.state import STATE_BYTES, StateStore
 from offload.training.transfers import Transfers
+from offload.training.worker import Worker
 
 log = logging.getLogger("offload")
 Model = TypeVar("Model", bound=nn.Module)
@@ -272,10 +273,14 @@ class _Builder:
         staging = allocation.pool(STAGING_BUFFERS, plan.largest_block(), poison) if plan.placement.staged else None
         delivery = None if device.host_visible else allocation.pool(DELIVERY_BUFFERS, plan.largest_weights(), poison)
         transfers = Transfers(device, staging)
-        update_thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="offload-update")
+        units: list[Unit] = []
+        depth = PREFETCH if config.prefetch_units is None else config.prefetch_units
+        residency = Residency(units, tiers["gpu"], transfers, depth, eager_release=config.poison)
+        update_thread = Worker("offload-update")
 
         def close() -> None:
-            update_thread.shutdown(wait=True)
+            residency.stop()
+            update_thread.close()
             transfers.close()
             device.drain()
             allocation.unlock()
@@ -285,18 +290,17 @@ class _Builder:
                 backend.close()
             device.close()
 
-        units: list[Unit] = []
-        depth = PREFETCH if config.prefetch_units is None else config.prefetch_units
         return Parts(
             units=units,
             device=device,
             tiers=tiers,
             lanes=self._lanes,
-            residency=Residency(units, tiers["gpu"], transfers, depth, eager_release=config.poison),
+            residency=residency,
             transfers=transfers,
             gradients=Gradients(device, []),
             state=StateStore(allocation.one_more_state_block, staging),
-            delivery=delivery,
+            delivery_buffers=delivery,
+            delivery=Delivery(device, residency, delivery, tiers["cpu"]),
             meter=None if swap is None else swap.meter,
             update_thread=update_thread,
             pinned=False,

@@ -72,7 +72,10 @@ class Unit:
     blocks: list[StateBlock] = field(default_factory=list)
     state: State = State.AWAY
     ticket: Ticket | None = None  # of the fetch under way
-    pins: int = 0
+    pins: int = 0  # by the thread that computes
+    held: int = 0  # by the thread of updates
+    pending: bool = False  # promised an update that has not reached its weights
+    fresh: bool = False  # updated in compute memory and not used since
     keep: bool = False  # holds writes that have not reached its home
     writes: int = 0  # times that weights were changed other than by an update
     tile: int = 0  # bytes of compute memory for tiles of a matrix that is never here whole; 0 for any other unit

@@ -19,6 +19,7 @@ class StagingPool:
 
     def __init__(self, count: int, nbytes: int, allocate: Callable[[int], HostMemory], poison: bool = False) -> None:
         self.count, self.nbytes, self._poison = count, nbytes, poison
+        self._waiting = 0
         self._late: list[torch.Tensor] = []  # given back, but see Note [What a hung transfer holds]
         self._free = [allocate(nbytes).tensor for _ in range(count)]
         self._changed = threading.Condition()
@@ -26,16 +27,20 @@ class StagingPool:
     def take(self) -> torch.Tensor:
         """A free buffer; waits for one."""
         with self._changed:
-            while not self._free:
-                self._changed.wait(_LOOK_S if self._late else None)
-                self._take_back()
-            return self._free.pop()
+            self._waiting += 1
+            try:
+                while not self._free:
+                    self._changed.wait(_LOOK_S if self._late else None)
+                    self._take_back()
+                return self._free.pop()
+            finally:
+                self._waiting -= 1
 
     def take_if_free(self) -> torch.Tensor | None:
-        """A free buffer, or None at once."""
+        """A free buffer, or None at once; those who wait for one come first."""
         with self._changed:
             self._take_back()
-            return self._free.pop() if self._free else None
+            return self._free.pop() if len(self._free) > self._waiting else None
 
     def release(self, buffer: torch.Tensor) -> None:
         """Give a buffer back. One in which a transfer hangs is free when that has ended."""

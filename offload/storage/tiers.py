@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 
 from offload.errors import BudgetError
@@ -15,6 +16,7 @@ class Tier:
         self.name, self.budget = name, budget
         self.used = self.peak = 0
         self.by_kind: Counter[str] = Counter()
+        self._lock = threading.Lock()
 
     @property
     def free(self) -> int:
@@ -22,17 +24,19 @@ class Tier:
 
     def take(self, nbytes: int, kind: str) -> None:
         """Count ``nbytes`` more of ``kind``; raises :class:`BudgetError` instead of passing the budget."""
-        if nbytes > self.free:
-            held = ", ".join(f"{k} {format_size(v)}" for k, v in self.by_kind.most_common() if v)
-            raise BudgetError(
-                f"tier {self.name!r}: expected room for {format_size(nbytes)} of {kind}, found "
-                f"{format_size(self.free)} free of a budget of {format_size(self.budget)} (held: {held or 'nothing'}); "
-                f"raise budgets[{self.name!r}] by at least {format_size(nbytes - self.free)}"
-            )
-        self.used += nbytes
-        self.by_kind[kind] += nbytes
-        self.peak = max(self.peak, self.used)
+        with self._lock:
+            if nbytes > self.free:
+                held = ", ".join(f"{k} {format_size(v)}" for k, v in self.by_kind.most_common() if v)
+                raise BudgetError(
+                    f"tier {self.name!r}: expected room for {format_size(nbytes)} of {kind}, found "
+                    f"{format_size(self.free)} free of a budget of {format_size(self.budget)} (held: "
+                    f"{held or 'nothing'}); raise budgets[{self.name!r}] by at least {format_size(nbytes - self.free)}"
+                )
+            self.used += nbytes
+            self.by_kind[kind] += nbytes
+            self.peak = max(self.peak, self.used)
 
     def give(self, nbytes: int, kind: str) -> None:
-        self.used -= nbytes
-        self.by_kind[kind] -= nbytes
+        with self._lock:
+            self.used -= nbytes
+            self.by_kind[kind] -= nbytes

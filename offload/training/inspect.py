@@ -44,9 +44,14 @@ class Stats:
     placement: dict[str, dict[str, int]]  # kind ("weights", "optimizer state") -> tier -> bytes
 
 
-def stats(model: nn.Module) -> Stats:
-    """What a wrapped model holds on each tier and has moved on each lane so far (bytes, seconds)."""
+def stats(model: nn.Module, wait: bool = True) -> Stats:
+    """What a wrapped model holds on each tier and has moved on each lane so far (bytes, seconds).
+
+    With ``wait`` an update under way is finished first and counted whole; without, the figures are those of now.
+    """
     runtime = runtime_of_model(model)
+    if wait:
+        runtime.settle()
     runtime.device.count_copies()
     placement: dict[str, dict[str, int]] = {"weights": {}, "optimizer state": {}}
     for unit in runtime.units:

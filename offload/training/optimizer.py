@@ -116,6 +116,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             runtime.promise(updates)
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. With ``set_to_none`` an update under way is not waited for: the gradients it reads stay."""
+        if not set_to_none or self._runtime is None:
+            super().zero_grad(set_to_none)
+            return
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._runtime.set_gradient(parameter, None)
+
     @staticmethod
     def _finite(runtime: Runtime, parameters: list[nn.Parameter]) -> bool:
         if not all(math.isfinite(runtime.clip_factor(p)) for p in parameters):

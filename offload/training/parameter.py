@@ -37,7 +37,7 @@ class Owner(Protocol):
     def use_in_backward(self, unit: Unit) -> None:
         """Backward is about to read a weight of the unit: have it resident."""
 
-    def used_in_backward(self) -> None:
+    def used_in_backward(self, unit: Unit) -> None:
         """A tensor over it exists, which keeps it there while more is fetched ahead."""
 
     def packing(self) -> AbstractContextManager[Any]:

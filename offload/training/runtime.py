@@ -10,7 +10,6 @@ fused path is off while a wrapped model runs, whatever the budgets.
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import sys
 import threading
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.errors import OffloadError
+from offload.errors import BudgetError, OffloadError
 from offload.sharding.layout import Span
 from offload.sharding.unit import Member, Unit
 from offload.sizes import PAGE
@@ -35,6 +34,7 @@ from offload.storage.tiers import Tier
 from offload.storage.wear import WriteMeter
 from offload.trace import Lanes
 from offload.training import tiled
+from offload.training.delivery import Delivery
 from offload.training.functions import RAW_GRAD, SET_RAW_GRAD
 from offload.training.gradients import Gradients
 from offload.training.parameter import OffloadedParameter, ResidentParameter, register, unregister
@@ -43,6 +43,7 @@ from offload.training.saved import packing
 from offload.training.state import StateStore, follow_weights, member_span, set_master
 from offload.training.transfers import Transfers
 from offload.training.update import PendingUpdate, UnitUpdate, bytes_to_disk
+from offload.training.worker import Worker
 
 
 @dataclass
@@ -57,9 +58,10 @@ class Parts:
     transfers: Transfers
     gradients: Gradients
     state: StateStore
-    delivery: StagingPool | None
+    delivery_buffers: StagingPool | None
+    delivery: Delivery
     meter: WriteMeter | None  # of what is written to disk; None where nothing is
-    update_thread: concurrent.futures.Executor
+    update_thread: Worker
     pinned: bool
     close: Callable[[], None]  # threads, files and page locks; must not refer to the runtime
 
@@ -134,7 +136,6 @@ class Runtime:
             return  # another thread is inside; before_forward says so
         while self._frames:
             self.after_forward(self._frames[-1])
-        self.settle()
         for unit in self.units:
             expected = self._gathered.count(unit)
             if unit.pins != expected:
@@ -219,9 +220,14 @@ class Runtime:
         return self._residency.fit(units)
 
     def _enter(self, unit: Unit) -> None:
-        self.settle()
-        self._residency.use(unit, training=torch.is_grad_enabled())
-        self._residency.pin(unit)
+        self.settle_unit(unit)
+        try:
+            self._residency.use(unit, training=torch.is_grad_enabled(), pin=True)
+        except BudgetError:
+            if self._pending is None:
+                raise
+            self.settle()  # an update that failed holds room; if it cannot be finished, that is the error to see
+            self._residency.use(unit, training=torch.is_grad_enabled(), pin=True)
         if unit.pins == 1 and unit.index not in self._unfollowed:
             self._versions[unit.index] = _versions(unit)
         if unit.pins == 1:
@@ -255,11 +261,12 @@ class Runtime:
                 for held in reversed(frame.units):
                     self._leave(held)
                 frame.units = ()
-        self.settle()
-        self._residency.use(unit, training=True)
+        self.settle_unit(unit)
+        self._residency.use(unit, training=True, pin=True)
 
-    def used_in_backward(self) -> None:
-        """Owner: a tensor over it exists; fetch ahead."""
+    def used_in_backward(self, unit: Unit) -> None:
+        """Owner: a tensor over it exists, which keeps it here; fetch ahead."""
+        self._residency.unpin(unit)
         self._residency.prefetch(training=True)
 
     def accept_gradient(self, parameter: nn.Parameter) -> None:
@@ -269,7 +276,7 @@ class Runtime:
             gradient = RAW_GRAD(parameter)
             if gradient is None:
                 return  # and nothing to finish: who looks for a gradient after a step that failed finds none
-            self.settle()
+            self.settle_unit(unit)  # its update may still read the last gradient
             if gradient.requires_grad:
                 raise NotImplementedError(
                     f"backward(create_graph=True) on an offloaded parameter ({unit.members[index].name!r}): p.grad "
@@ -282,13 +289,16 @@ class Runtime:
         """Owner: the gradient that the next update will use, or None."""
         self.accept_gradient(parameter)  # there is something to take only after an interrupt in backward
         unit, index = self.place_of(parameter)
+        if self._pending is not None and not self._pending.failed:
+            self.settle_unit(unit)  # it reads the gradient, which the caller may write to
         return self.gradients.get(unit, index)
 
     def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
         """Owner: replace it, or (None) leave the parameter out of the next update."""
-        self.settle()
         unit, index = self.place_of(parameter)
-        if value is None:
+        if value is not None:
+            self.settle_unit(unit)
+        else:
             self._clip_factors.pop(id(parameter), None)  # the gradient it was made from is gone
             with torch._C.DisableTorchFunctionSubclass():
                 SET_RAW_GRAD(parameter, None)  # what an interrupt kept from being taken over
@@ -303,28 +313,29 @@ class Runtime:
             self.parts.meter.require(bytes_to_disk(updates))
 
     def promise(self, updates: list[UnitUpdate]) -> None:
-        """Carry out an update. If that fails, it stays promised, together with the gradients it needs.
+        """Begin an update, in the order in which the next forward will need it. If it fails, it stays promised,
+        together with the gradients it needs; see Note [A step is whole].
 
-        Step counts and gradients change hands on the update thread, which Ctrl-C does not reach: it is taken or not.
+        Step counts change on the update thread, which Ctrl-C does not reach: the step is taken or not. Where nothing
+        could hide it, or somebody holds a unit, the update is done when this returns.
         """
         self.undo_abandoned()
-        present: list[list[bool]] = []
-        taken = [self.gradients.buffer(u.unit) for u in updates]
 
         def begin() -> None:
-            for update, buffer in zip(updates, taken, strict=True):
-                present.append(buffer.present)
-                buffer.present = [False] * len(buffer.present)
+            for update in updates:
                 for member in update.members:
                     member.step += 1
 
         p = self.parts
-        self._pending = PendingUpdate(
-            updates, p.device, p.residency, p.state.staging, p.delivery, p.tiers["cpu"], p.lanes, begin
-        )
-        self.settle()
-        for buffer, before in zip(taken, present, strict=True):
-            buffer.present = before  # as after a plain step(): there until zero_grad()
+        order = {index: place for place, index in enumerate(self._residency.stepped())}
+        updates.sort(key=lambda u: order.get(u.unit.index, len(order)))
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.autograd.graph.increment_version([m.parameter for u in updates for m in u.members])
+        hidden = not p.device.host_visible or bytes_to_disk(updates) > 0
+        self._pending = PendingUpdate(updates, p.device, p.residency, p.state.staging, p.delivery, p.lanes, begin)
+        self._pending.start(p.update_thread)
+        if not hidden or any(u.pins for u in self.units):
+            self.settle()
 
     def set_clip_factor(self, parameters: Iterable[Any], factor: float) -> None:
         """Multiply these gradients by this in their next update, in the pass that reads them anyway; NaN forbids it."""
@@ -349,14 +360,34 @@ class Runtime:
         return -1 if gradient is None else gradient._version
 
     def settle(self) -> None:
-        """Finish an update that was promised and failed half-way; raises again while the fault lasts."""
+        """Wait for the update that was promised; one that failed is finished, or raises again while the fault lasts."""
+        with self._waiting_for_update() as pending:
+            if pending is not None:
+                pending.finish(self.parts.update_thread)
+
+    def settle_unit(self, unit: Unit) -> None:
+        """As :meth:`settle`, until the weights of ``unit`` may be used."""
+        with self._waiting_for_update() as pending:
+            if pending is not None:
+                pending.finish_unit(unit, self.parts.update_thread)
+
+    @contextmanager
+    def _waiting_for_update(self) -> Iterator[PendingUpdate | None]:
         if os.getpid() != self._process:
             raise OffloadError(
                 "this process is a fork of the one that wrapped the model: its copy and I/O threads are not here. "
                 "Use the model in the parent, or wrap it in the child"
             )
-        if self._pending is not None:
-            self._pending.finish(self.parts.update_thread)
+        pending = self._pending
+        try:
+            yield pending
+        except Exception:
+            if pending is not None:  # its gradients are its own now: who looks for them after an error finds none
+                for update in pending.updates:
+                    buffer = self.gradients.buffer(update.unit)
+                    buffer.present = [False] * len(buffer.present)
+            raise
+        if pending is not None and pending.over:
             self._pending = None
 
     # Looking and writing from outside
@@ -404,10 +435,10 @@ class Runtime:
         """The flat weights of a resident unit where the host can read them, inside the context: a copy, in one of the
         buffers that updates deliver in, unless the host sees compute memory."""
         flat = unit.region.flat[: unit.nbytes]
-        if self.parts.delivery is None:
+        if self.parts.delivery_buffers is None:
             yield unit.weights(flat)
             return
-        with self.parts.delivery.borrow() as buffer:
+        with self.parts.delivery_buffers.borrow() as buffer:
             self.device.download(buffer[: unit.nbytes], flat).wait()
             yield unit.weights(buffer)
 
@@ -415,12 +446,12 @@ class Runtime:
 
     def tiled(self, unit: Unit, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Owner: run a function of torch on a matrix that is never in compute memory whole."""
-        self.settle()
+        self.settle_unit(unit)
         return tiled.call(self, unit, func, args, kwargs)
 
     def tiles(self, unit: Unit) -> Iterator[tuple[int, int, torch.Tensor]]:
         """TileSource: ``(first, last, rows)``; each tile is gone when the next is asked for."""
-        self.settle()
+        self.settle_unit(unit)
         rows, columns = unit.members[0].slot.shape
         count = max(1, (unit.tile - PAGE) // (columns * unit.dtype.itemsize))
         region = self.device.region(unit.tile)
@@ -441,6 +472,7 @@ class Runtime:
 
     def replace_weights(self, unit: Unit, weights: torch.Tensor, exact: torch.Tensor | None) -> None:
         """TileSource: the other way round; masters follow where weights changed, or become ``exact``."""
+        self.settle()
         buffer = HostMemory(unit.home.nbytes).tensor[: unit.home.nbytes]
         unit.weights(buffer).copy_(weights)
         self.parts.transfers.write(unit.home, buffer)

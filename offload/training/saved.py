@@ -85,9 +85,10 @@ def _unpack(packed: Any) -> Any:
                 "instead. It was changed (by optimizer.step() or in place) between this forward and its backward"
             )
         packed.owner.use_in_backward(unit)
-        weight = unit.region.tensor(packed.dtype, packed.offset, packed.size, packed.stride)
-        packed.owner.used_in_backward()
-        return weight
+        try:
+            return unit.region.tensor(packed.dtype, packed.offset, packed.size, packed.stride)
+        finally:
+            packed.owner.used_in_backward(unit)
     if isinstance(packed, _Foreign):
         return packed.unpack(packed.handle)
     if packed.tensor._version != packed.version:

@@ -8,6 +8,7 @@ A wrong guess costs time, never correctness.
 from __future__ import annotations
 
 _Key = tuple[int, int, bool]
+_STEP = -2  # stands for an update among the units
 
 
 class Schedule:
@@ -24,12 +25,16 @@ class Schedule:
         self._next[self._before, self._last, training] = unit
         self._before, self._last = self._last, unit
 
+    def stepped(self) -> None:
+        """An update begins. Nothing is fetched beyond it: it changes what would be fetched."""
+        self.used(_STEP, training=True)
+
     def ahead(self, count: int, training: bool) -> list[int]:
         """The units expected next, soonest first, at most ``count`` and each once."""
         before, last, out = self._before, self._last, list[int]()
         while len(out) < count:
             unit = self._next.get((before, last, training))
-            if unit is None or unit in out or unit == self._last:
+            if unit is None or unit == _STEP or unit in out or unit == self._last:
                 break
             out.append(unit)
             before, last = last, unit

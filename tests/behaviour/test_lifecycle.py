@@ -116,9 +116,9 @@ def test_a_model_that_is_dropped(tiers: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "simulated"])
-@pytest.mark.parametrize("middle", ["forward", "fetch", "update"])
+@pytest.mark.parametrize("middle", ["forward", "fetch", "promise", "update"])
 def test_a_model_that_is_dropped_in_the_middle(middle: str, device: str, tmp_path: Path) -> None:
-    """With a graph that was never run back, a fetch under way, or an update that failed."""
+    """With a graph that was never run back, a fetch under way, an update under way, or one that failed."""
     before = Held()
     model = place(MLP_TASK.model(), "nvme", tmp_path, device=device)
     optimizer = adamw(model)
@@ -129,11 +129,17 @@ def test_a_model_that_is_dropped_in_the_middle(middle: str, device: str, tmp_pat
         kept += [model(MLP_TASK.batches(1)[0]), model.a.weight.detach(), model.b.weight[1:]]
     elif middle == "fetch":
         with faults.inject("op=read,delay_ms=200,times=all"), torch.no_grad():
-            attached[model]._residency._start(attached[model].units[-1])
+            residency = attached[model]._residency
+            with residency.changed:
+                residency._start(attached[model].units[-1])
+    elif middle == "promise":
+        model(MLP_TASK.batches(1)[0]).backward()
+        with faults.inject("op=write,delay_ms=200"):
+            optimizer.step()
     else:
         model(MLP_TASK.batches(1)[0]).backward()
         with faults.inject("op=write,error=ENOSPC,times=all"), pytest.raises(SwapError):
-            optimizer.step()
+            optimizer.step(), attached[model].settle()
     kept.clear()
     del model, optimizer, kept
     gc.collect()
@@ -281,6 +287,7 @@ def failed_update(tiers, device):
     os.environ["OFFLOAD_FAULT"] = "op=write,error=ENOSPC,times=all"
     try:
         optimizer.step()
+        offload.state_dict(model)
         raise SystemExit("no error")
     except SwapError:
         pass

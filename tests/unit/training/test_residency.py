@@ -78,22 +78,28 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.transfers.next = "well"
         assert all(u.state is not State.AWAY for u in stay)
 
-    @rule(index=INDEX)
-    def claim(self, index: int) -> None:
+    @rule(index=INDEX, whole=st.booleans(), awaited=st.booleans())
+    def claim(self, index: int, whole: bool, awaited: bool) -> None:
         unit = self.units[index]
+        fresh = {u.index for u in self.units if u.fresh}
+        self.residency.hold(unit)
         try:
-            self.residency.claim(unit)
+            if self.residency.claim(unit, whole, awaited):
+                assert unit.state is State.RESIDENT
+                assert unit.fresh
+                assert awaited or all(self.units[i].fresh for i in fresh)
+            else:
+                assert not awaited or not self._needed(unit.region.nbytes)
         except OSError:
             assert unit.state is State.AWAY
-        except BudgetError:
-            assert not self._needed(unit.region.nbytes)
-        else:
-            assert unit.state is State.RESIDENT
+        finally:
+            self.residency.unhold(unit)
 
     @rule(index=INDEX)
     def pin(self, index: int) -> None:
         if self.units[index].state is State.RESIDENT:
-            self.residency.pin(self.units[index])
+            self.residency.use(self.units[index], training=True, pin=True)
+            assert self.units[index].pins
 
     @rule(index=INDEX)
     def unpin(self, index: int) -> None:
@@ -119,7 +125,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @rule()
     def settle_all(self) -> None:
-        self.residency.settle_all()
+        self.residency.settle_all(self.units)
         assert not any(u.state is State.FETCHING for u in self.units)
 
     @rule(nbytes=st.integers(1, 6))
@@ -185,7 +191,7 @@ def test_what_was_used_longest_ago_goes() -> None:
 
 def test_an_error_names_what_holds_the_memory() -> None:
     here, units, _ = residency(2, 2, 2, budget=4)
-    here.use(units[0], True), here.pin(units[0])
+    here.use(units[0], True, pin=True)
     here.use(units[1], True)
     units[1].region.lookers = 1
     with pytest.raises(
@@ -201,7 +207,7 @@ def test_prefetching_keeps_what_is_expected() -> None:
         for unit in units:
             here.use(unit, True)
     transfers.fetched.clear()
-    here.use(units[0], True), here.pin(units[0])
+    here.use(units[0], True, pin=True)
     here.prefetch(True)
     assert [u.state for u in units[1:3]] == [State.FETCHING, State.FETCHING]
     assert transfers.fetched == [0, 1, 2]

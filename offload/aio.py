@@ -36,7 +36,7 @@ class Aio:
     After a fork the child cannot use its parent's engine, and its calls raise RuntimeError.
     """
 
-    def __init__(self, backend: str, workers: int = 4, depth: int = 32, piece: int = 4 << 20) -> None:
+    def __init__(self, backend: str, workers: int = 4, depth: int = 16, piece: int = 4 << 20) -> None:
         if backend not in _BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(_BACKENDS)}, got {backend!r}")
         if not 1 <= workers <= 256:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
+
+import torch
 
 from benchmarks._common import Row, interleaved, rate_row, run
 from benchmarks.peers.disk import KINDS, Aiofiles, DeepSpeedAio, Fio, Sample, sampled, writes
@@ -33,6 +36,7 @@ GIB = 1 << 30
 BAR = 0.95  # of fio's bandwidth
 CPU_BAR = 1 / 1.2  # bytes per CPU second, against fio's
 REQUESTS = (1 * MIB, 4 * MIB, 8 * MIB)
+BARE = "no checksums"  # the preferred backend, MAIN
 MAIN = 4 * MIB  # the request of comparisons other than bandwidth against fio
 PEERS: dict[str, Callable[..., Aiofiles | DeepSpeedAio]] = {"aiofiles": Aiofiles, "DeepSpeed AIO": DeepSpeedAio}
 IN_FLIGHT = 64 * MIB  # bytes that we have asked for at any time
@@ -81,15 +85,36 @@ class Ours:
         while time.perf_counter() < end:
             if len(under_way) == self.depth:
                 under_way.popleft().wait()
-            move = self.swap.write if writes(kind, number) else self.swap.read
-            under_way.append(move(self.extent, self.buffers[number % self.depth], number % slots * self.request))
+            buffer = self.buffers[number % self.depth]
+            under_way.append(self._begin(writes(kind, number), buffer, number % slots * self.request))
             number += 1
         for ticket in under_way:
             ticket.wait()
         return number * self.request
 
+    def _begin(self, write: bool, buffer: torch.Tensor, offset: int) -> Ticket:
+        return (self.swap.write if write else self.swap.read)(self.extent, buffer, offset)
+
     def close(self) -> None:
         self.swap.close()
+
+
+class Bare(Ours):
+    """The backend alone, without the checksums of a `SwapSpace`: it does no more than fio does."""
+
+    def __init__(self, folder: Path, size: int, seconds: float, backend: IoBackend, request: int, depth: int) -> None:
+        super().__init__(folder, size, seconds, backend, request, depth)
+        self._backend = backend
+        self._fd = os.open(folder / "bare.bin", os.O_RDWR | os.O_CREAT | getattr(os, "O_DIRECT", 0), 0o600)
+        for offset in range(0, size, request):
+            self._begin(True, self.buffers[0], offset).wait()
+
+    def _begin(self, write: bool, buffer: torch.Tensor, offset: int) -> Ticket:
+        return self._backend.submit(write, self._fd, buffer, offset)
+
+    def close(self) -> None:
+        os.close(self._fd)
+        super().close()
 
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
@@ -128,6 +153,10 @@ def _our_turns(folder: Path, size: int, seconds: float, stack: ExitStack) -> _Tu
             ours = Ours(folder, size, seconds, backend, request, IN_FLIGHT // request)
             stack.callback(ours.close)
             turns[f"{name}, {format_size(request)} x {ours.depth}"] = ours.measure
+        if BARE not in turns:
+            bare = Bare(folder, size, seconds, backend, MAIN, IN_FLIGHT // MAIN)
+            stack.callback(bare.close)
+            turns[BARE] = bare.measure
     return turns
 
 
@@ -165,8 +194,8 @@ def _rows(
     what = {"mixed": "reading and writing", "read": "reading", "write": "writing"}[kind]
     rows = [rate_row(f"{what}, {name}", seconds[name], 1.0, "GB/s", fio_best, seconds.get("fio"), BAR) for name in mine]
     fio_same = missing.get("fio", f"fio, {format_size(MAIN)} x {IN_FLIGHT // MAIN}")
-    for name in [name for name in mine if f"{format_size(MAIN)} x" in name]:
-        bar = CPU_BAR if name == mine[0] else None
+    for name in [name for name in mine if f"{format_size(MAIN)} x" in name or name == BARE]:
+        bar = CPU_BAR if name == BARE else None
         # A fast disk and a short measurement may take no CPU time that the system's clock sees.
         spent = [max(s, 1e-6) for s in cpu[name]]
         theirs = [max(s, 1e-6) for s in cpu.get("fio, the same", [])]

@@ -1,92 +1,70 @@
-"""Swap I/O against fio in the same directory: reading, writing, and both at once.
+"""Swap I/O: `python -m benchmarks.io [--dir DIR] [--rounds 5] [--seconds 1] [--json FILE]`.
 
-fio is given its best of several request sizes and depths; then its best and each of our backends take turns, round
-after round, with direct I/O where the file system has it. Medians and their ratios are what counts.
-
-    python -m benchmarks.io --dir DIR [--size 1GiB] [--rounds 5] [--seconds 2] [--json FILE]
-
-fio is a peer, not a need: without it our own figures are shown alone.
+Reading, writing, and both at once, against fio in the same directory, with direct I/O where the file system has it. fio
+gets its best of several request sizes and depths, found first; then its best, each of our backends, a program that uses
+aiofiles, and DeepSpeed's AIO take turns. CPU time is compared with fio at our own request size and depth.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import itertools
-import json
+import functools
 import os
-import platform
-import resource
-import shutil
-import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
+from benchmarks._common import Row, interleaved, rate_row, run
+from benchmarks.peers.disk import KINDS, Aiofiles, DeepSpeedAio, Fio, Sample, sampled, writes
 from offload.sizes import PAGE, format_size, parse_size
 from offload.storage.io import BACKENDS, IoBackend, open_backend, why_not
 from offload.storage.memory import HostMemory
 from offload.storage.swap import SwapSpace
 from offload.storage.ticket import Ticket
 
-KINDS = ("read", "write", "mixed")
+TITLE = "swap I/O"
 MIB = 1 << 20
+GIB = 1 << 30
 BAR = 0.95  # of fio's bandwidth
-CPU_BAR = 1.2  # times fio's CPU time per byte
+CPU_BAR = 1 / 1.2  # bytes per CPU second, against fio's
+REQUESTS = (1 * MIB, 4 * MIB, 8 * MIB)
+BARE = "no checksums"  # the preferred backend, MAIN
+MAIN = 4 * MIB  # the request of comparisons other than bandwidth against fio
+PEERS: dict[str, Callable[..., Aiofiles | DeepSpeedAio]] = {"aiofiles": Aiofiles, "DeepSpeed AIO": DeepSpeedAio}
+IN_FLIGHT = 64 * MIB  # bytes that we have asked for at any time
+
+_Peer = TypeVar("_Peer")
+_Turns = dict[str, Callable[[str], Sample]]  # by name: the measurement of one kind
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One measurement: bytes per second, and CPU seconds per GiB."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this benchmark."""
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="on the disk that is measured")
+    parser.add_argument("--size", type=_file_size, default="1GiB", help="bytes of each file for I/O (default 1GiB)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement of I/O")
 
-    bandwidth: float
-    cpu: float
 
-
-class Fio:
-    """fio on one file that was written through once, so that no read meets unwritten space."""
-
-    def __init__(self, folder: Path, size: int, seconds: float) -> None:
-        self.size, self.seconds = size, seconds
-        self.file = folder / "fio.bin"
-        self._run("write", 8 * MIB, 8, "--end_fsync=1", timed=False)
-
-    def measure(self, kind: str, request: int, depth: int) -> Sample:
-        job = self._run({"mixed": "rw"}.get(kind, kind), request, depth, "--overwrite=1", timed=True)
-        nbytes = job["read"]["io_bytes"] + job["write"]["io_bytes"]
-        bandwidth = job["read"]["bw_bytes"] + job["write"]["bw_bytes"]
-        cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
-        return Sample(bandwidth, cpu_s / (nbytes / 2**30))
-
-    def best(self, kind: str) -> tuple[int, int]:
-        """The request size and depth that give `kind` the most bandwidth."""
-        choices = list(itertools.product((1 * MIB, 4 * MIB, 8 * MIB), (1, 4, 16)))
-        return max(choices, key=lambda choice: self.measure(kind, *choice).bandwidth)
-
-    def _run(self, rw: str, request: int, depth: int, *more: str, timed: bool) -> dict[str, Any]:
-        engine = "io_uring" if not why_not("uring") else "libaio"
-        command = [
-            *["fio", "--name=t", f"--filename={self.file}", f"--size={self.size}", f"--rw={rw}", f"--bs={request}"],
-            *["--direct=1", f"--ioengine={engine}", f"--iodepth={depth}", "--fallocate=none", "--refill_buffers=0"],
-            *["--thread", "--output-format=json", *more],
-        ]
-        if timed:
-            command += ["--time_based", f"--runtime={self.seconds}s"]
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        job: dict[str, Any] = json.loads(out[out.index("{") :])["jobs"][0]
-        return job
+def _file_size(text: str) -> int:
+    size = parse_size(text)
+    if size % max(REQUESTS) or size < IN_FLIGHT:
+        raise argparse.ArgumentTypeError(f"expected a multiple of {max(REQUESTS)} from {IN_FLIGHT} on, found {text}")
+    return size
 
 
 class Ours:
     """One of our backends, through a `SwapSpace`, as the engine uses it."""
 
     def __init__(self, folder: Path, size: int, seconds: float, backend: IoBackend, request: int, depth: int) -> None:
+        if request % PAGE or size % request:
+            raise ValueError(f"expected whole pages, and requests that divide the file, found {request} of {size}")
         self.seconds, self.request, self.depth = seconds, request, depth
         self.swap = SwapSpace([folder], backend)
         self.extent = self.swap.allocate(size)
@@ -98,99 +76,135 @@ class Ours:
             self.swap.write(self.extent, self.buffers[0], offset).wait()
 
     def measure(self, kind: str) -> Sample:
+        return sampled(lambda: self._move(kind))
+
+    def _move(self, kind: str) -> int:
         slots = self.extent.nbytes // self.request
         under_way: collections.deque[Ticket] = collections.deque()
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        start, number = time.perf_counter(), 0
-        while time.perf_counter() - start < self.seconds:
+        end, number = time.perf_counter() + self.seconds, 0
+        while time.perf_counter() < end:
             if len(under_way) == self.depth:
                 under_way.popleft().wait()
-            write = kind == "write" or (kind == "mixed" and number % 2 == 1)
-            buffer, offset = self.buffers[number % self.depth], number % slots * self.request
-            under_way.append((self.swap.write if write else self.swap.read)(self.extent, buffer, offset))
+            buffer = self.buffers[number % self.depth]
+            under_way.append(self._begin(writes(kind, number), buffer, number % slots * self.request))
             number += 1
         for ticket in under_way:
             ticket.wait()
-        elapsed = time.perf_counter() - start
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        cpu_s = after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime
-        nbytes = number * self.request
-        return Sample(nbytes / elapsed, cpu_s / (nbytes / 2**30))
+        return number * self.request
+
+    def _begin(self, write: bool, buffer: torch.Tensor, offset: int) -> Ticket:
+        return (self.swap.write if write else self.swap.read)(self.extent, buffer, offset)
 
     def close(self) -> None:
         self.swap.close()
 
 
-def row(name: str, ours: list[float], peer: list[float], unit: str, bar: float, low: bool) -> dict[str, Any]:
-    """One line of the result: our median beside the peer's, and whether the bar holds (`low`: less is better)."""
-    value = statistics.median(ours)
-    line: dict[str, Any] = {"name": name, "value": value, "unit": unit, "peer": "fio" if peer else None}
-    line |= {"peer_value": None, "ratio": None, "bar": bar, "holds": None}
-    line["spread"] = (max(ours) - min(ours)) / value if value else 0.0
-    if peer:
-        line["peer_value"] = statistics.median(peer)
-        line["ratio"] = value / line["peer_value"]
-        line["holds"] = line["ratio"] <= bar if low else line["ratio"] >= bar
-    return line
+class Bare(Ours):
+    """The backend alone, without the checksums of a `SwapSpace`: it does no more than fio does."""
+
+    def __init__(self, folder: Path, size: int, seconds: float, backend: IoBackend, request: int, depth: int) -> None:
+        super().__init__(folder, size, seconds, backend, request, depth)
+        self._backend = backend
+        self._fd = os.open(folder / "bare.bin", os.O_RDWR | os.O_CREAT | getattr(os, "O_DIRECT", 0), 0o600)
+        for offset in range(0, size, request):
+            self._begin(True, self.buffers[0], offset).wait()
+
+    def _begin(self, write: bool, buffer: torch.Tensor, offset: int) -> Ticket:
+        return self._backend.submit(write, self._fd, buffer, offset)
+
+    def close(self) -> None:
+        os.close(self._fd)
+        super().close()
 
 
-def measure(folder: Path, size: int, rounds: int, seconds: float, request: int, depth: int) -> list[dict[str, Any]]:
-    """All rows for one directory; its files are gone when this returns."""
-    fio = Fio(folder, size, seconds) if shutil.which("fio") else None
-    best = {kind: fio.best(kind) for kind in KINDS} if fio else {}
-    for kind, (peer_request, peer_depth) in best.items():
-        print(f"fio's best for {kind}: requests of {format_size(peer_request)}, depth {peer_depth}", flush=True)
-    turns: dict[str, Callable[[str], Sample]] = {}
-    if fio:
-        turns["fio"] = lambda kind: fio.measure(kind, *best[kind])
-    names = [name for name in BACKENDS if not why_not(name)]
-    backends = {name: open_backend(name) for name in names}
-    ours = {name: Ours(folder, size, seconds, backend, request, depth) for name, backend in backends.items()}
-    turns |= {name: engine.measure for name, engine in ours.items()}
-    samples: dict[tuple[str, str], list[Sample]] = collections.defaultdict(list)
+def measure(arguments: argparse.Namespace) -> list[Row]:
+    """All rows; the files are gone when this returns."""
+    arguments.dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="bench-") as name, ExitStack() as stack:
+        folder, size, seconds = Path(name), arguments.size, arguments.seconds
+        depth = IN_FLIGHT // MAIN
+        missing: dict[str, str] = {}
+        turns = _our_turns(folder, size, seconds, stack)
+        mine = list(turns)
+        for peer, kind_of_peer in PEERS.items():
+            opened = _peer(peer, functools.partial(kind_of_peer, folder, size, seconds, MAIN, depth), missing)
+            if opened is not None:
+                turns[peer] = opened.measure
+        fio = _peer("fio", lambda: Fio(folder, size, seconds), missing)
+        if fio is not None:
+            turns["fio, the same"] = lambda kind: fio.measure(kind, MAIN, depth)
+        rows: list[Row] = []
+        for kind in KINDS:
+            fio_best = ""
+            if fio is not None:
+                best = fio.best(kind)
+                fio_best = f"fio's best, {format_size(best[0])} x {best[1]}"
+                turns["fio"] = lambda kind, best=best: fio.measure(kind, *best)  # type: ignore[misc]
+            rows += _rows(kind, mine, _samples(kind, turns, arguments.rounds), fio_best, missing)
+        return rows
+
+
+def _our_turns(folder: Path, size: int, seconds: float, stack: ExitStack) -> _Turns:
+    """The preferred backend at every request size, the others at one."""
+    turns: _Turns = {}
+    for name in [name for name in BACKENDS if not why_not(name)]:
+        backend = stack.enter_context(open_backend(name))
+        for request in [MAIN, *(r for r in REQUESTS if r != MAIN)] if not turns else [MAIN]:
+            ours = Ours(folder, size, seconds, backend, request, IN_FLIGHT // request)
+            stack.callback(ours.close)
+            turns[f"{name}, {format_size(request)} x {ours.depth}"] = ours.measure
+        if BARE not in turns:
+            bare = Bare(folder, size, seconds, backend, MAIN, IN_FLIGHT // MAIN)
+            stack.callback(bare.close)
+            turns[BARE] = bare.measure
+    return turns
+
+
+def _peer(name: str, make: Callable[[], _Peer], missing: dict[str, str]) -> _Peer | None:
+    """The peer, or None, with the reason in `missing`."""
     try:
-        for turn in range(rounds):
-            for kind in KINDS:
-                order = list(turns.items())
-                for name, take in order[turn % len(order) :] + order[: turn % len(order)]:
-                    samples[name, kind].append(take(kind))
-    finally:
-        for engine in ours.values():
-            engine.close()
-        for backend in backends.values():
-            backend.close()
-    rows = []
-    for name, kind in itertools.product(names, KINDS):
-        mine, peer = samples[name, kind], samples["fio", kind]
-        what = f"{name} {kind}, {format_size(request)} x {depth}"
-        rows.append(row(what, [s.bandwidth / 1e9 for s in mine], [s.bandwidth / 1e9 for s in peer], "GB/s", BAR, False))
-        rows.append(row(f"{what}: CPU", [s.cpu for s in mine], [s.cpu for s in peer], "s/GiB", CPU_BAR, True))
+        return make()
+    except ImportError:
+        missing[name] = f"{name} is not installed"
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        missing[name] = f"{name} could not be run ({str(error).splitlines()[0][:60]})"
+    return None
+
+
+def _samples(kind: str, turns: _Turns, rounds: int) -> dict[str, list[Sample]]:
+    found: dict[str, list[Sample]] = {name: [] for name in turns}
+
+    def candidate(name: str) -> Callable[[], float]:
+        def take() -> float:
+            found[name].append(turns[name](kind))
+            return GIB / found[name][-1].bandwidth
+
+        return take
+
+    interleaved({name: candidate(name) for name in turns}, rounds)
+    return {name: samples[1:] for name, samples in found.items()}  # the first round does not count
+
+
+def _rows(
+    kind: str, mine: list[str], samples: dict[str, list[Sample]], fio_best: str, missing: dict[str, str]
+) -> list[Row]:
+    seconds = {name: [1e9 / s.bandwidth for s in found] for name, found in samples.items()}  # per GB
+    cpu = {name: [s.cpu for s in found] for name, found in samples.items()}  # seconds per GiB
+    fio_best = fio_best or missing["fio"]
+    what = {"mixed": "reading and writing", "read": "reading", "write": "writing"}[kind]
+    rows = [rate_row(f"{what}, {name}", seconds[name], 1.0, "GB/s", fio_best, seconds.get("fio"), BAR) for name in mine]
+    fio_same = missing.get("fio", f"fio, {format_size(MAIN)} x {IN_FLIGHT // MAIN}")
+    for name in [name for name in mine if f"{format_size(MAIN)} x" in name or name == BARE]:
+        bar = CPU_BAR if name == BARE else None
+        # A fast disk and a short measurement may take no CPU time that the system's clock sees.
+        spent = [max(s, 1e-6) for s in cpu[name]]
+        theirs = [max(s, 1e-6) for s in cpu.get("fio, the same", [])]
+        rows.append(rate_row(f"{what}, {name}, CPU", spent, 1.0, "GiB per CPU s", fio_same, theirs, bar))
+    for peer in PEERS:
+        label = missing.get(peer, f"{peer}, {format_size(MAIN)} x {IN_FLIGHT // MAIN}")
+        rows.append(rate_row(f"{what}, {mine[0]}", seconds[mine[0]], 1.0, "GB/s", label, seconds.get(peer)))
     return rows
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
-    parser.add_argument("--size", type=parse_size, default="1GiB", help="bytes of each file (default 1GiB)")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
-    parser.add_argument("--request", type=parse_size, default="4MiB", help="bytes of our requests (default 4MiB)")
-    parser.add_argument("--depth", type=int, default=8, help="our requests under way at once")
-    parser.add_argument("--json", type=Path, help="write the result here")
-    options = parser.parse_args(arguments)
-    if options.request % PAGE or options.size % options.request:
-        parser.error("--request must be a multiple of 4096 and --size one of --request")
-    options.dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench-") as folder:
-        rows = measure(Path(folder), options.size, options.rounds, options.seconds, options.request, options.depth)
-    for line in rows:
-        peer = f"{line['peer']} {line['peer_value']:6.3f}  ratio {line['ratio']:5.2f}" if line["peer"] else ""
-        verdict = {True: "holds", False: "misses", None: ""}[line["holds"]]
-        print(f"{line['name']:38} {line['value']:6.3f} {line['unit']:6} {peer}  bar {line['bar']}  {verdict}")
-    if options.json:
-        machine = {"platform": platform.platform(), "cpus": len(os.sched_getaffinity(0)), "torch": torch.__version__}
-        options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(run([sys.modules["__main__"]]))

@@ -76,7 +76,7 @@ std::int32_t AioEngine::submit(const Request& request, std::int64_t* id) {
       finish_locked(queued);
     } else {
       try {
-        queue_.push_back(&queued);
+        queues_[queued.write].push_back(&queued);
       } catch (...) {
         requests_.erase(next_id_);
         throw;
@@ -135,18 +135,29 @@ bool AioEngine::try_take(Piece* piece) {
 
 bool AioEngine::take(Piece* piece) {
   std::unique_lock<std::mutex> lock(mutex_);
-  work_.wait(lock, [this] { return !queue_.empty() || closing_; });
+  work_.wait(lock, [this] { return !idle_locked() || closing_; });
   return take_locked(piece);
 }
 
+// See Note [Reads before writes].
+bool AioEngine::write_is_next_locked() const {
+  if (queues_[true].empty() || queues_[false].empty()) return queues_[false].empty();
+  const int all = in_flight_[false] + in_flight_[true];
+  return all > 0 ? 4 * in_flight_[true] < all + 1 : passed_over_ >= 3;
+}
+
 bool AioEngine::take_locked(Piece* piece) {
-  if (queue_.empty()) return false;
-  Request& request = *queue_.front();
+  if (idle_locked()) return false;
+  const bool write = write_is_next_locked();
+  passed_over_ = write || queues_[true].empty() ? 0 : passed_over_ + 1;
+  std::deque<Request*>& queue = queues_[write];
+  Request& request = *queue.front();
   if (request.handed_out == 0) request.result.start_ns = monotonic_ns();
   *piece = Piece{&request, request.handed_out, std::min(request.handed_out + piece_size_, request.nbytes), 0};
   request.handed_out = piece->end;
   ++request.pieces;
-  if (request.handed_out == request.nbytes) queue_.pop_front();
+  ++in_flight_[write];
+  if (request.handed_out == request.nbytes) queue.pop_front();
   return true;
 }
 
@@ -154,6 +165,7 @@ void AioEngine::report(const Piece& piece, int error) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Request& request = *piece.request;
   --request.pieces;
+  --in_flight_[request.write];
   // Where the piece began: every piece but the last is of full size.
   const std::uint64_t begin = (piece.end - 1) / piece_size_ * piece_size_;
   request.result.nbytes += piece.at - begin;
@@ -161,7 +173,8 @@ void AioEngine::report(const Piece& piece, int error) {
     request.result.error = error;
     if (request.handed_out < request.nbytes) {  // nothing of it is begun any more
       request.handed_out = request.nbytes;
-      queue_.erase(std::find(queue_.begin(), queue_.end(), &request));
+      std::deque<Request*>& queue = queues_[request.write];
+      queue.erase(std::find(queue.begin(), queue.end(), &request));
     }
   }
   if (request.pieces == 0 && request.handed_out == request.nbytes) finish_locked(request);
@@ -169,7 +182,7 @@ void AioEngine::report(const Piece& piece, int error) {
 
 bool AioEngine::exhausted() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return closing_ && queue_.empty();
+  return closing_ && idle_locked();
 }
 
 void AioEngine::finish_locked(Request& request) {

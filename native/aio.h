@@ -1,7 +1,14 @@
 // Asynchronous file I/O: what the two engines (aio_threads.cpp, aio_uring.cpp) share.
 //
-// A request is cut into pieces; an engine takes pieces, moves them, and reports each. The queue, the counting and the
+// A request is cut into pieces; an engine takes pieces, moves them, and reports each. The queues, the counting and the
 // waiting are here; an engine only knows how to move a piece.
+//
+// Note [Reads before writes]
+// Somebody waits for what is read; what is written back is waited for much later. So reads go first, in order of
+// arrival, and so do writes among themselves. But a disk moves both ways at once, and memory is free again only when it
+// has been written: while both wait, a quarter of the pieces in flight, rounded up, are writes. It is pieces in flight
+// that are counted, so that slow writes do not fill an engine. One that moves a single piece at a time takes a write
+// after three reads.
 #ifndef OFFLOAD_AIO_H
 #define OFFLOAD_AIO_H
 
@@ -87,6 +94,8 @@ class AioEngine {
   virtual void join_threads() = 0;  // called once, by close()
 
  private:
+  bool idle_locked() const { return queues_[0].empty() && queues_[1].empty(); }
+  bool write_is_next_locked() const;
   bool take_locked(Piece* piece);
   void finish_locked(Request& request);
 
@@ -95,7 +104,10 @@ class AioEngine {
   std::condition_variable work_;
   std::condition_variable completed_;
   std::unordered_map<std::int64_t, std::unique_ptr<Request>> requests_;
-  std::deque<Request*> queue_;  // requests with bytes not yet handed out, in order of arrival
+  // Requests with bytes not yet handed out, in order of arrival; at index true those that write.
+  std::deque<Request*> queues_[2];
+  int in_flight_[2] = {0, 0};  // pieces handed out and not yet reported, likewise
+  int passed_over_ = 0;        // reads taken since the last write, while one waited
   std::int64_t next_id_ = 1;
   bool closing_ = false;
   std::mutex joining_;  // one close() at a time

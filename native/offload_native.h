@@ -116,7 +116,9 @@ OFFLOAD_API int32_t offload_aio_probe_uring(char* text, size_t size);
 // piece: a request is moved in pieces of this many bytes (0: 4 MiB), several at a time; a multiple of 4096.
 OFFLOAD_API int32_t offload_aio_open(int32_t backend, int32_t workers, int32_t depth, uint64_t piece, int64_t* engine);
 
-// Queues one request and returns at once. No system call moves more than max_call bytes (0: 1 GiB, also the most).
+// Queues one request and returns at once. Requests that read go before those that write, but while both wait, a quarter
+// of the pieces in flight are writes; among those of one direction the order is that of arrival. No system call moves
+// more than max_call bytes (0: 1 GiB, also the most).
 OFFLOAD_API int32_t offload_aio_submit(int64_t engine, int32_t write, int32_t fd, void* buffer, uint64_t nbytes,
                                        uint64_t offset, uint64_t max_call, int64_t* id);
 

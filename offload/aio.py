@@ -29,13 +29,14 @@ class Aio:
     """Moves buffers to and from files beside the program.
 
     A request is cut into pieces of `piece` bytes; `workers` threads ("threads") or `depth` queue entries ("uring")
-    work on them in the order of arrival. Short transfers are continued, EINTR and EAGAIN retried a bounded number of
+    work on them, reads before writes, but a quarter of what is in flight is written while both wait; in one direction
+    in the order of arrival. Short transfers are continued, EINTR and EAGAIN retried a bounded number of
     times. Methods may be called from any thread; waiting releases the GIL.
 
     After a fork the child cannot use its parent's engine, and its calls raise RuntimeError.
     """
 
-    def __init__(self, backend: str, workers: int = 4, depth: int = 32, piece: int = 4 << 20) -> None:
+    def __init__(self, backend: str, workers: int = 4, depth: int = 16, piece: int = 4 << 20) -> None:
         if backend not in _BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(_BACKENDS)}, got {backend!r}")
         if not 1 <= workers <= 256:

@@ -3,6 +3,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -12,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "aio.h"
 #include "check.h"
 #include "offload_native.h"
 
@@ -211,6 +213,102 @@ void a_forked_child_has_no_engines() {
 #endif
 }
 
+// An engine that hands its pieces to the test instead of moving them.
+class Hands final : public offload::AioEngine {
+ public:
+  Hands() : AioEngine(4096) {}
+  ~Hands() override { close(); }
+
+  std::int64_t queue(bool write, std::uint64_t pieces) {
+    offload::Request request{};
+    request.write = write;
+    request.nbytes = 4096 * pieces;
+    std::int64_t id = 0;
+    CHECK_EQUAL(submit(request, &id), 0);
+    return id;
+  }
+  // Takes pieces until `depth` are in flight; which way each goes, as letters.
+  std::string fill(std::size_t depth) {
+    std::string taken;
+    offload::Piece piece;
+    while (in_flight_.size() < depth && try_take(&piece)) {
+      in_flight_.push_back(piece);
+      taken += piece.request->write ? 'w' : 'r';
+    }
+    return taken;
+  }
+  // The first piece in flight that goes this way is over.
+  void end(bool write, int error = 0) {
+    for (auto at = in_flight_.begin(); at != in_flight_.end(); ++at) {
+      if (at->request->write != write) continue;
+      offload::Piece piece = *at;
+      in_flight_.erase(at);
+      if (error == 0) piece.at = piece.end;
+      report(piece, error);
+      return;
+    }
+    CHECK(!"there is one");
+  }
+  std::string flying() const {
+    std::string letters;
+    for (const offload::Piece& piece : in_flight_) letters += piece.request->write ? 'w' : 'r';
+    return letters;
+  }
+
+ private:
+  void wake() override {}
+  void join_threads() override {}
+  std::vector<offload::Piece> in_flight_;
+};
+
+void reads_go_first_and_writes_go_on() {
+  {
+    Hands one;  // piece at a time
+    one.queue(true, 3);
+    CHECK(one.fill(1) == "w");  // nothing else waits
+    one.queue(false, 8);
+    std::string order;
+    while (one.flying() != "") {
+      one.end(one.flying() == "w");
+      order += one.fill(1);
+    }
+    CHECK(order == "rrrwrrrwrr");
+  }
+  for (const std::size_t depth : {2, 3, 4, 5, 8, 32}) {
+    Hands many;
+    many.queue(true, 1000);
+    many.queue(false, 1000);
+    CHECK_EQUAL(many.fill(depth)[0], 'r');
+    const std::size_t writes = (depth + 3) / 4;
+    for (int round = 0; round < 300; ++round) {  // whichever way ends first, and however often
+      const std::string flying = many.flying();
+      CHECK_EQUAL(static_cast<std::size_t>(std::count(flying.begin(), flying.end(), 'w')), writes);
+      many.end(round % 7 < 3);
+      CHECK_EQUAL(many.fill(depth).size(), 1u);
+    }
+  }
+  {
+    Hands many;  // all of it writes; then somebody reads
+    many.queue(true, 100);
+    CHECK(many.fill(4) == "wwww");
+    const std::int64_t read = many.queue(false, 2);
+    many.end(true);
+    CHECK(many.fill(4) == "r");
+    many.end(true);
+    CHECK(many.fill(4) == "r");
+    many.end(true);
+    CHECK(many.fill(4) == "w");  // no read is left, so nothing is held back
+    CHECK_EQUAL(many.done(read), 0);
+    many.end(false);
+    many.end(false);
+    CHECK_EQUAL(many.done(read), 1);
+    many.end(true, EIO);  // the rest of that request is not begun
+    CHECK_EQUAL(many.fill(4).size(), 0u);
+    CHECK(many.flying() == "w");
+    many.end(true);
+  }
+}
+
 void wrong_arguments_are_refused() {
   std::int64_t handle = 0, id = 0;
   CHECK_EQUAL(offload_aio_open(7, 1, 1, 0, &handle), -EINVAL);
@@ -232,6 +330,7 @@ int main() {
   char text[200];
   const bool uring = offload_aio_probe_uring(text, sizeof text) == 0;
   if (!uring) std::fprintf(stderr, "without io_uring: %s\n", text);
+  RUN(reads_go_first_and_writes_go_on);
   for (const std::int32_t one : {OFFLOAD_AIO_THREADS, OFFLOAD_AIO_URING}) {
     if (one == OFFLOAD_AIO_URING && !uring) continue;
     backend = one;

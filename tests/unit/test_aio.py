@@ -176,6 +176,30 @@ def test_done_wait_and_time_out(blocked: tuple[native.Aio, int, int]) -> None:
             ask(request)
 
 
+def test_reads_go_before_writes_and_writes_do_not_starve(tmp_path: Path) -> None:
+    # The shared queue of both engines is tested piece by piece in tests/native; here one engine is held by a pipe.
+    if native.probe_uring():
+        pytest.skip("only io_uring waits for a pipe")
+    engine = native.Aio("uring", depth=1)
+    reading, writing = os.pipe()
+    first = engine.submit(True, writing, noise(MIB), 0)  # more than a pipe holds
+    left = MIB - len(os.read(reading, 1))  # the engine has begun with it
+    with opened(tmp_path / "file") as fd:
+        os.ftruncate(fd, 8192)
+        requests = [("w", engine.submit(True, fd, noise(100), 0)) for _ in range(3)]
+        requests += [("r", engine.submit(False, fd, torch.zeros(100, dtype=torch.uint8), 4096)) for _ in range(7)]
+        while left:
+            left -= len(os.read(reading, left))
+        assert engine.wait(first).error == 0
+        ended = [(engine.wait(request), way) for way, request in requests]
+    engine.close()
+    os.close(reading)
+    os.close(writing)
+    assert all(completion.error == 0 for completion, _ in ended)
+    begun = sorted((completion.start_ns, i) for i, (completion, _) in enumerate(ended))
+    assert [i for _, i in begun] == [3, 4, 5, 0, 6, 7, 8, 1, 9, 2]  # three reads, a write; each way in order of arrival
+
+
 def test_several_threads_may_wait_for_one_request(aio: native.Aio, tmp_path: Path) -> None:
     data = noise(32 * MIB)
     found: list[native.Completion | Exception] = []

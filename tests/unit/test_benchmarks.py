@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import _common, adam
+from benchmarks import _common, adam, io
+from benchmarks.peers import disk
 from offload import native
 
 
@@ -49,3 +51,36 @@ def test_adam_runs_small_and_writes_its_rows(tmp_path: Path, capsys: pytest.Capt
     bars = [row["bar"] for row in written["rows"] if row["bar"] is not None]
     assert bars == [0.9, 1.3]
     assert "torch AdamW fused" in capsys.readouterr().out
+
+
+def test_io_runs_small_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "FIO_REQUESTS", (1 << 20,))
+    monkeypatch.setattr(disk, "FIO_DEPTHS", (4,))
+    report, place = tmp_path / "io.json", tmp_path / "disk"
+    sizes = ["--dir", str(place), "--size", "64MiB", "--seconds", "0.01"]
+    assert _common.run([io], [*sizes, "--rounds", "1", "--json", str(report)]) == 0
+    rows = json.loads(report.read_text())["rows"]
+    per_kind = {what: [row for row in rows if row["name"].startswith(f"{what}, ")] for what in ("reading", "writing")}
+    per_kind["both"] = [row for row in rows if row["name"].startswith("reading and writing, ")]
+    assert sum(map(len, per_kind.values())) == len(rows)
+    for found in per_kind.values():
+        assert 0.95 in [row["bar"] for row in found]
+        assert all(row["value"] > 0 and (row["peer_value"] is None) == (row["ratio"] is None) for row in found)
+        assert {row["unit"] for row in found} == {"GB/s", "GiB per CPU s"}
+    assert list(place.iterdir()) == []
+
+
+def test_io_goes_on_without_its_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError("no direct I/O here")
+
+    monkeypatch.setattr(disk.shutil, "which", lambda _: None)
+    monkeypatch.setattr(io, "PEERS", {"aiofiles": refused, "DeepSpeed AIO": refused})
+    options = argparse.Namespace(dir=tmp_path, size=64 << 20, seconds=0.01, rounds=1)
+    rows = io.measure(options)
+    assert {row.peer for row in rows} == {
+        "fio could not be run (fio is not installed)",
+        "aiofiles could not be run (no direct I/O here)",
+        "DeepSpeed AIO could not be run (no direct I/O here)",
+    }
+    assert all(row.ratio is None and row.holds is None and row.value > 0 for row in rows)

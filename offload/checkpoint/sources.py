@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from os import PathLike
 
 import torch
@@ -19,12 +20,31 @@ from offload.training.values import LiveValues
 log = logging.getLogger("offload")
 
 
+@dataclass(frozen=True)
+class Conversion:
+    """Tensors of the files that become others of the model: ``run`` takes them by key and gives them by name."""
+
+    keys: tuple[str, ...]
+    run: Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """One tensor that a conversion gives; ``nbytes`` are those of the tensors it is made from."""
+
+    conversion: Conversion
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+
+
 class KeyRules:
     """How names in files become names in the model. This one leaves them; see ``integrations.checkpoint_keys``."""
 
-    def rename(self, keys: Iterable[str]) -> dict[str, str]:
-        """Name in the model, by name in the files."""
-        return {key: key for key in keys}
+    def match(self, stored: Mapping[str, Stored]) -> tuple[dict[str, str], list[Conversion]]:
+        """Name in the model by name in the files, and what must be made of several files' tensors or taken apart."""
+        return {key: key for key in stored}, []
 
     def forgive(self, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
         """Those of the missing and unexpected names that matter."""
@@ -40,7 +60,7 @@ class Source:
 
     def __init__(self, model: nn.Module, shards: Shards | None, rules: KeyRules, strict: bool) -> None:
         self._shards, self._live = shards, LiveValues()
-        self._stored: dict[nn.Parameter, Stored] = {}
+        self._stored: dict[nn.Parameter, Stored | Converted] = {}
         self._tapes: dict[nn.Parameter, Tape] = {}
         self._made: dict[nn.Parameter, torch.Tensor] = {}
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
@@ -68,27 +88,50 @@ class Source:
             log.warning("not in %s, and initialised: %s", shards.path if shards else "", listed(missing))
 
     def nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
-        """All of these at once; and whichever comes first, one of any size while all random numbers are drawn."""
+        """All of these at once that are made; whichever comes first, one of any size while random numbers are drawn;
+        and what one conversion takes while it runs."""
         made = [p for p in parameters if p in self._tapes]
-        return max(sum(p.numel() * p.element_size() for p in made), self._largest if made else 0)
+        initial = max(sum(p.numel() * p.element_size() for p in made), self._largest if made else 0)
+        sizes = self._conversions(parameters).values()
+        return initial + sum(sizes) + 2 * max(sizes, default=0)
+
+    def _conversions(self, parameters: Sequence[nn.Parameter]) -> dict[Conversion, int]:
+        """What must run for these, with the bytes that each takes in."""
+        entries = (self._stored.get(p) for p in parameters)
+        return {e.conversion: e.nbytes for e in entries if isinstance(e, Converted)}
 
     @contextmanager
     def unit(self, parameters: Sequence[nn.Parameter], host: Tier) -> Iterator[None]:
-        """Initial values are made for all of them at once, and are gone after the context."""
+        """What is not in a file as it is gets made for all of them at once, and is gone after the context."""
         made, nbytes = [p for p in parameters if p in self._tapes], self.nbytes(parameters)
         host.take(nbytes, "initial values")
         try:
             for tape in dict.fromkeys(self._tapes[p] for p in made):
                 mine = [p for p in made if self._tapes[p] is tape]
                 self._made.update(zip(mine, tape.values(mine), strict=True))
+            for conversion in self._conversions(parameters):
+                values = self._convert(conversion)
+                for parameter in parameters:
+                    entry = self._stored.get(parameter)
+                    if isinstance(entry, Converted) and entry.conversion is conversion:
+                        self._made[parameter] = values[entry.name]
             yield
         finally:
             self._made.clear()
             host.give(nbytes, "initial values")
 
+    def _convert(self, conversion: Conversion) -> dict[str, torch.Tensor]:
+        assert self._shards is not None
+        taken = {}
+        for key in conversion.keys:
+            stored = self._shards.tensors[key]
+            taken[key] = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+            self._shards.read(stored, 0, taken[key].view(-1))
+        return conversion.run(taken)
+
     def copy(self, parameter: nn.Parameter, start: int, out: torch.Tensor) -> None:
         stored = self._stored.get(parameter)
-        if stored is not None and self._shards is not None:
+        if isinstance(stored, Stored) and self._shards is not None:
             self._shards.read(stored, start, out)
         elif parameter in self._made:
             out.copy_(self._made[parameter].reshape(-1)[start : start + out.numel()])
@@ -163,11 +206,13 @@ class _Matching:
                     self._wanted[prefix + name] = buffer
                     self._holders.setdefault(id(buffer), []).append((module, name))
 
-    def run(self, stored: dict[nn.Parameter, Stored], buffers: list[tuple[nn.Module, str, torch.Tensor]]) -> set[str]:
+    def run(
+        self, stored: dict[nn.Parameter, Stored | Converted], buffers: list[tuple[nn.Module, str, torch.Tensor]]
+    ) -> set[str]:
         """Fill in what belongs to which parameter, and the buffers' values; returns what is missing and may be."""
         found = self._find()
         self._check_shapes(found)
-        entries: dict[torch.Tensor, list[Stored]] = {}
+        entries: dict[torch.Tensor, list[Stored | Converted]] = {}
         for name, entry in found.items():
             entries.setdefault(self._wanted[name], []).append(entry)
         for target, (first, *others) in entries.items():
@@ -175,7 +220,7 @@ class _Matching:
                 self._check_tied(first, other)
             if isinstance(target, nn.Parameter):
                 stored[target] = first
-            else:
+            elif isinstance(first, Stored):
                 value = torch.empty_like(target, device="cpu" if target.is_meta else None)
                 flat = value.reshape(-1)
                 self._shards.read(first, 0, flat)
@@ -183,17 +228,24 @@ class _Matching:
                 buffers.extend((module, name, value) for module, name in self._holders[id(target)])
         return {n for n, t in self._wanted.items() if isinstance(t, nn.Parameter) and t not in stored}
 
-    def _find(self) -> dict[str, Stored]:
+    def _find(self) -> dict[str, Stored | Converted]:
         """Stored tensors by their name in the model."""
-        path, found = self._shards.path, dict[str, Stored]()
+        path, found = self._shards.path, dict[str, Stored | Converted]()
         unexpected = set()
-        for key, name in self._rules.rename(self._shards.tensors).items():
+        names, conversions = self._rules.match(self._shards.tensors)
+        for key, name in names.items():
             if name not in self._wanted:
                 unexpected.add(key)
             elif name in found:
                 raise CheckpointError(f"{path}: expected one of {key!r} and {found[name].name!r}: both mean {name!r}")
             else:
                 found[name] = self._shards.tensors[key]
+        for conversion in conversions:
+            results = self._results(conversion)
+            if found.keys().isdisjoint(results) and all(isinstance(self._wanted.get(n), nn.Parameter) for n in results):
+                found.update(results)
+            else:
+                unexpected.update(conversion.keys)
         here = {self._wanted[name] for name in found}
         missing, unexpected = self._rules.forgive({n for n, t in self._wanted.items() if t not in here}, unexpected)
         if self._strict and (missing or unexpected):
@@ -206,7 +258,20 @@ class _Matching:
             log.warning("in %s, and left out: %s", path, listed(unexpected))
         return found
 
-    def _check_shapes(self, found: Mapping[str, Stored]) -> None:
+    def _results(self, conversion: Conversion) -> dict[str, Converted]:
+        """What a conversion will give, tried without memory."""
+        stored = [self._shards.tensors[key] for key in conversion.keys]
+        try:
+            tried = conversion.run({s.name: torch.empty(s.shape, dtype=s.dtype, device="meta") for s in stored})
+        except Exception as error:
+            raise CheckpointError(
+                f"{self._shards.path}: {listed(conversion.keys)} cannot be made into this model's tensors: {error}; "
+                "expected the weights that its configuration describes"
+            ) from error
+        nbytes = sum(s.numel * s.dtype.itemsize for s in stored)
+        return {n: Converted(conversion, n, v.dtype, tuple(v.shape), nbytes) for n, v in tried.items()}
+
+    def _check_shapes(self, found: Mapping[str, Stored | Converted]) -> None:
         wrong = []
         for name, entry in found.items():
             target = self._wanted[name]
@@ -220,8 +285,10 @@ class _Matching:
                 "its weights, or give others"
             )
 
-    def _check_tied(self, one: Stored, other: Stored) -> None:
+    def _check_tied(self, one: Stored | Converted, other: Stored | Converted) -> None:
         """Two names of one tensor must say the same."""
+        if not isinstance(one, Stored) or not isinstance(other, Stored):
+            raise CheckpointError(f"{self._shards.path}: expected one of {one.name!r} and {other.name!r}, found both")
         count = 1 << 18
         for start in range(0, one.numel, count):
             a, b = (torch.empty(min(count, one.numel - start), dtype=s.dtype, device="cpu") for s in (one, other))

@@ -1,16 +1,20 @@
-"""Names in transformers' checkpoints: older ones, and those of a model without its head, as transformers reads them."""
+"""Names in transformers' checkpoints, as transformers reads them: older ones, those of a model without its head, and
+tensors that it puts together or takes apart (experts stored one by one, say)."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 
-from offload.checkpoint.sources import KeyRules
-from offload.errors import CheckpointError
+from offload.checkpoint.shards import Stored
+from offload.checkpoint.sources import Conversion, KeyRules
 
 __all__ = ["TransformersKeys", "key_rules"]
 
@@ -29,8 +33,7 @@ class TransformersKeys(KeyRules):
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    def rename(self, keys: Iterable[str]) -> dict[str, str]:
-        """As in the base class. Raises CheckpointError where tensors must be taken apart or put together as well."""
+    def match(self, stored: Mapping[str, Stored]) -> tuple[dict[str, str], list[Conversion]]:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -39,18 +42,35 @@ class TransformersKeys(KeyRules):
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         prefix, expected = model.base_model_prefix, model.state_dict()
-        names = {}
-        for key in sorted(keys, key=dot_natural_key):  # some rules hang on what came before
-            name, converter = rename_source_key(key, renamings, converters, prefix, expected)
+        names: dict[str, str] = {}
+        parts: dict[str, list[tuple[str, str]]] = {}  # by name in the model: keys, and the patterns they match
+        for key in sorted(stored, key=dot_natural_key):  # some rules hang on what came before
+            name, pattern = rename_source_key(key, renamings, converters, prefix, expected)
             if name not in expected and key in expected:
-                name, converter = rename_source_key(key, [], [], prefix, expected)
-            if converter is not None and name in expected:
-                raise CheckpointError(
-                    f"{key!r} is stored in another form than this model's {name!r} and cannot be streamed; convert the "
-                    "checkpoint once: load it with from_pretrained and save it with save_original_format=False"
-                )
-            names[key] = name
-        return names
+                name, pattern = rename_source_key(key, [], [], prefix, expected)
+            if pattern is not None and name in expected:
+                parts.setdefault(name, []).append((key, pattern))
+            else:
+                names[key] = name
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        return names, [
+            Conversion(tuple(key for key, _ in found), functools.partial(self._convert, name, found, by_pattern))
+            for name, found in parts.items()
+        ]
+
+    def _convert(
+        self,
+        name: str,
+        parts: list[tuple[str, str]],
+        by_pattern: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """Put tensors together, or take them apart, as the library does for the model's tensor ``name``."""
+        converter = copy.deepcopy(by_pattern[parts[0][1]])
+        for key, pattern in parts:
+            converter.add_tensor(name, key, pattern, tensors[key])
+        made = converter.convert(name, model=self._model, config=self._model.config)
+        return {n: value[0] if isinstance(value, list) else value for n, value in made.items()}
 
     def forgive(self, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
         found = SimpleNamespace(missing_keys=missing, unexpected_keys=unexpected)

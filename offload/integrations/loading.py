@@ -16,7 +16,6 @@ import torch
 
 from offload.checkpoint.shards import Shards
 from offload.errors import CheckpointError, ConfigError
-from offload.integrations.checkpoint_keys import key_rules
 
 __all__ = [
     "LoadedModel",
@@ -106,9 +105,8 @@ class LoadedModel:
 def load_model(source: ModelSource) -> LoadedModel:
     """The model in the dtype it is stored in (a GGUF file: in float32).
 
-    Safetensors are checked and left where they are. What transformers has to convert is loaded whole, by transformers:
-    a GGUF file, whose blocks are unpacked; PyTorch's own format; and safetensors whose tensors are in another form than
-    the model's. The model then is a plain one: it trains, and saves as safetensors.
+    Safetensors are checked and left where they are. What only transformers can read is loaded whole: a GGUF file, whose
+    blocks are unpacked, and PyTorch's own format. The model then is a plain one: it trains, and saves as safetensors.
     """
     transformers = _transformers()
     # The bars that come up while a GGUF file is unpacked go to standard error, whatever transformers is told.
@@ -154,10 +152,6 @@ def _load_empty(transformers: Any, source: ModelSource) -> LoadedModel:
         with offload.empty_init():
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
             _keep_in_fp32(model, dtype)
-        try:
-            key_rules(model).rename(shards.tensors)
-        except CheckpointError:
-            return LoadedModel(_load_whole(transformers, source), None, "its tensors must be put together anew")
     model.config.name_or_path = source.location
     with contextlib.suppress(OSError):  # few models have one
         model.generation_config = transformers.GenerationConfig.from_pretrained(source.location, **source.arguments())

@@ -156,6 +156,25 @@ def test_older_names_are_read_as_transformers_reads_them(tmp_path: Path) -> None
     assert same_bits(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
 
 
+def test_experts_that_are_stored_one_by_one(tmp_path: Path) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    config = MixtralConfig(**sizes, num_hidden_layers=2, num_local_experts=3, num_key_value_heads=1)
+    plain = MixtralForCausalLM(config)
+    plain.save_pretrained(tmp_path / "m")
+    assert any("experts.2.w1" in name for name in load_file(tmp_path / "m" / "model.safetensors"))
+    model = wrap(empty(lambda: MixtralForCausalLM(config)), TIERS["all"], tmp_path, gpu="64KiB", weights=tmp_path / "m")
+    assert_same(masters(model), dict(plain.state_dict()))
+    values = load_file(tmp_path / "m" / "model.safetensors")
+    values.pop(next(name for name in values if "experts.2.w1" in name))
+    save_file(values, tmp_path / "m" / "model.safetensors")
+    again = empty(lambda: MixtralForCausalLM(config))
+    with pytest.raises(CheckpointError, match="experts"):
+        wrap(again, weights=tmp_path / "m")
+    assert on_meta(again)
+
+
 def test_a_streamed_model_saves_and_goes_on(tmp_path: Path) -> None:
     task = LLAMA_TIED_TASK
     plain = task.model(seed=4)

@@ -152,17 +152,25 @@ class Tape:
         """Take all random numbers from the generator, in order, and note its state before each call that draws."""
         if self._drawn:
             return
-        for index, call in enumerate(self._calls):
-            if call.draws:
-                before = self._run(call.reads, index)
-                call.state = call.generator().get_state()
-                self._repeat(call, before)
+        start = torch.get_rng_state()
+        try:
+            for index, call in enumerate(self._calls):
+                if call.draws:
+                    before = self._run(call.reads, index)
+                    call.state = call.generator().get_state()
+                    self._repeat(call, before)
+        except BaseException:
+            torch.set_rng_state(start)
+            raise
         self._drawn = True
 
     def _run(self, wanted: Collection[int], end: int) -> dict[int, torch.Tensor]:
         """The storages ``wanted`` as bytes, as they were before call number ``end``."""
         needed, calls = set(wanted), []
-        for call in reversed(self._calls[:end]):
+        for index in range(end - 1, -1, -1):
+            if not needed:
+                break
+            call = self._calls[index]
             if not needed.isdisjoint(call.changes):
                 calls.append(call)
                 needed -= call.overwrites
@@ -176,8 +184,10 @@ class Tape:
                 now = generator.get_state()
                 assert call.state is not None
                 generator.set_state(call.state)
-                self._repeat(call, made)
-                generator.set_state(now)
+                try:
+                    self._repeat(call, made)
+                finally:
+                    generator.set_state(now)
             else:
                 self._repeat(call, made)
             for number in call.reads:

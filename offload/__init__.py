@@ -1,6 +1,7 @@
 """A heterogeneous offload engine for PyTorch: training state on GPU, pinned RAM and NVMe. The public names."""
 
 from offload import native, storage
+from offload.checkpoint.empty import empty_init
 from offload.checkpoint.export import save_pretrained
 from offload.checkpoint.load import load_checkpoint
 from offload.checkpoint.save import save_checkpoint
@@ -24,6 +25,7 @@ __all__ = [
     "SwapError",
     "build_info",
     "clip_grad_norm_",
+    "empty_init",
     "gather",
     "load_checkpoint",
     "native",

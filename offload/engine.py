@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from offload import native
+from offload.checkpoint.sources import Source, open_source
 from offload.config import WrapConfig
 from offload.errors import ConfigError, OffloadError
+from offload.integrations.checkpoint_keys import key_rules
 from offload.planning.hardware import default_budgets
 from offload.planning.memory import (
     DELIVERY_BUFFERS,
@@ -36,7 +38,7 @@ from offload.trace import Lanes, warn_once
 from offload.training.delivery import Delivery
 from offload.training.gradients import GradientBuffer, Gradients, gradient_dtype
 from offload.training.hooks import attach
-from offload.training.moving import copy_values, fill_home, give_back, move_in, move_out
+from offload.training.moving import copy_values, fill_home, give_back, move_in, move_out, originals
 from offload.training.optimizer import refuse_foreign
 from offload.training.parameter import OffloadedParameter, ResidentParameter
 from offload.training.residency import Residency
@@ -59,6 +61,8 @@ def wrap(
     swap_dirs: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None,
     dtype: torch.dtype | str | None = None,
     device: str | torch.device | Device | None = None,
+    weights: str | PathLike[str] | None = None,
+    strict: bool = True,
     grad_dtype: torch.dtype | str | None = None,
     config: str | PathLike[str] | WrapConfig | None = None,
     **settings: Any,
@@ -75,6 +79,10 @@ def wrap(
         dtype: compute dtype (fp32, bf16, fp16). Default: bf16 on an accelerator, the model's own elsewhere. Masters
             and moments are fp32 always.
         device: ``"cuda"``, ``"cpu"``, ... Default: what is there.
+        weights: for a model whose parameters are on meta (see :func:`offload.empty_init`): safetensors to stream them
+            from, a file or a directory (with an index where there are shards). Without, such a model initialises
+            itself, unit by unit.
+        strict: whether names that are missing in ``weights``, or that the model does not have, are an error.
         grad_dtype: dtype in which gradients are kept; default the compute dtype, fp32 for fp16.
         config: a TOML file (as from ``offload tune``) or :class:`offload.config.WrapConfig` with the same settings.
             Arguments win over the environment, and that over the file.
@@ -83,6 +91,7 @@ def wrap(
     Raises:
         ConfigError, BudgetError: before anything has moved, with what would do.
         SwapError: a swap directory cannot be used, or has not enough room.
+        CheckpointError: the weights are not those of this model, or not whole; its parameters are on meta as before.
     """
     ready = device if isinstance(device, Device) else None
     chosen = WrapConfig.make(
@@ -97,15 +106,19 @@ def wrap(
     )
     _check_model(model)
     lanes = Lanes()
-    compute = ready or open_device(chosen.device, lanes, chosen.poison)
+    source = open_source(model, weights, key_rules(model), strict)
     try:
-        runtime = _Builder(
-            model, with_compute_dtype(chosen, compute.torch_device.type != "cpu"), compute, lanes
-        ).build()
-    except BaseException:
-        if ready is None:
-            compute.close()
-        raise
+        compute = ready or open_device(chosen.device, lanes, chosen.poison)
+        try:
+            runtime = _Builder(
+                model, with_compute_dtype(chosen, compute.torch_device.type != "cpu"), compute, lanes, source
+            ).build()
+        except BaseException:
+            if ready is None:
+                compute.close()
+            raise
+    finally:
+        source.close()
     attached[model] = runtime
     _refuse_foreign_optimizers()
     return model
@@ -164,8 +177,6 @@ def _check_model(model: nn.Module) -> None:
                 f"parameter {name!r}: expected a torch.nn.Parameter, found {type(parameter).__name__}; "
                 "run lazy modules once, and merge parametrizations or quantised weights, before wrapping"
             )
-        if parameter.is_meta:
-            raise ConfigError(f"parameter {name!r} is on the meta device; load the weights before wrapping")
         if parameter.grad is not None:
             raise OffloadError(f"parameter {name!r} has a gradient already; call model.zero_grad() before wrapping")
         if parameter.layout is not torch.strided or parameter.is_complex():
@@ -182,12 +193,12 @@ def _check_model(model: nn.Module) -> None:
 class _Builder:
     """Plans first (nothing has moved when that refuses), then moves unit by unit."""
 
-    def __init__(self, model: nn.Module, config: WrapConfig, device: Device, lanes: Lanes) -> None:
-        self._model, self._config, self._device, self._lanes = model, config, device, lanes
+    def __init__(self, model: nn.Module, config: WrapConfig, device: Device, lanes: Lanes, values: Source) -> None:
+        self._model, self._config, self._device, self._lanes, self._values = model, config, device, lanes, values
 
     def build(self) -> Runtime:
         budgets = self._budgets()
-        plan = plan_memory(self._model, self._config, budgets, self._device.host_visible)
+        plan = plan_memory(self._model, self._config, budgets, self._device.host_visible, self._values.nbytes)
         if self._config.threads is not None:
             native.set_threads(self._config.threads)
         # These refuse what the environment cannot have.
@@ -197,14 +208,16 @@ class _Builder:
         pin = self._config.pin is not False
         allocation = Allocation(self._device, tiers, self._config.tiers, swap, pin, plan.granule())
         parts = self._parts(plan, tiers, allocation, backend, swap)
-        dtypes = {p: p.dtype for p in self._model.parameters()}
+        before = originals(self._model)
         try:
-            for index in range(len(plan.cut.units)):
-                parts.units.append(self._move(index, plan, allocation, parts.state))
+            for index, unit_plan in enumerate(plan.cut.units):
+                with self._values.unit(unit_plan.parameters, tiers["cpu"]):
+                    parts.units.append(self._move(index, plan, allocation, parts.state))
+            self._values.finish()
         except BaseException:
             try:
                 for unit in parts.units:
-                    give_back(unit, parts.transfers, parts.state, dtypes)
+                    give_back(unit, parts.transfers, parts.state, before)
             finally:
                 parts.close()
             raise
@@ -319,11 +332,11 @@ class _Builder:
         unit = Unit(index, unit_plan.name, unit_plan.dtype, layout, members, region, home)
         unit.state = State.RESIDENT if unit.permanent else State.AWAY
         unit.tile = tile
-        fill_home(unit, state.staging)
+        fill_home(unit, state.staging, self._values)
         spans = trainable_blocks(unit_plan, layout)
         for span, tier in zip(spans, plan.placement.blocks[index], strict=True):
             record = allocation.home(tier, span.count * STATE_BYTES, "optimizer state", unit.name)
-            state.create(unit, span, record, lambda part, out: copy_values(members, part, out))
+            state.create(unit, span, record, lambda part, out: copy_values(members, part, out, self._values))
         move_in(unit)
         return unit
 

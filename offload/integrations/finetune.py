@@ -68,7 +68,10 @@ class FinetuneRun:
                 f"data: {len(self.blocks.train)} blocks of {config.seq_len} tokens to train on, "
                 f"{len(self.blocks.held_out)} held out (by {self.blocks.held_out_by})"
             )
-            self.model = load_model(source)
+            loaded = load_model(source)
+            self.model, self._weights = loaded.model, loaded.weights
+            if loaded.whole:
+                self.progress.say(f"model: loaded whole into host memory before it is wrapped ({loaded.whole})")
             self._check_model()
         with self._phase("wrap"):
             self._wrap()
@@ -81,7 +84,7 @@ class FinetuneRun:
         import offload
 
         torch.manual_seed(self.config.seed)
-        offload.wrap(self.model, **self.config.wrap)
+        offload.wrap(self.model, weights=self._weights, **self.config.wrap)
         self.optimizer = offload.AdamW(
             self.model.parameters(), lr=self.config.lr, weight_decay=self.config.weight_decay
         )

@@ -14,9 +14,18 @@ from typing import Any
 
 import torch
 
-from offload.errors import ConfigError
+from offload.checkpoint.shards import Shards
+from offload.errors import CheckpointError, ConfigError
 
-__all__ = ["ModelSource", "checkpoint_activations", "find_model", "load_model", "load_tokenizer", "max_positions"]
+__all__ = [
+    "LoadedModel",
+    "ModelSource",
+    "checkpoint_activations",
+    "find_model",
+    "load_model",
+    "load_tokenizer",
+    "max_positions",
+]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -78,12 +87,45 @@ def load_tokenizer(source: ModelSource) -> Any:
         return transformers.AutoTokenizer.from_pretrained(source.location, **source.arguments())
 
 
-def load_model(source: ModelSource) -> Any:
-    """The causal language model in host memory, in the dtype it is stored in (a GGUF file: in float32), in train mode.
+@dataclass(frozen=True)
+class LoadedModel:
+    """A causal language model in train mode.
 
-    The blocks of a GGUF file are unpacked and the model then is a plain one: it trains, and saves as safetensors.
+    Attributes:
+        model: with its parameters on meta, or (without ``weights``) in host memory.
+        weights: the safetensors to stream them from, for :func:`offload.wrap`; or None.
+        whole: why it was loaded whole; empty if it was not.
+    """
+
+    model: Any
+    weights: Path | None
+    whole: str = ""
+
+
+def load_model(source: ModelSource) -> LoadedModel:
+    """The model in the dtype it is stored in (a GGUF file: in float32).
+
+    Safetensors are checked and left where they are. What only transformers can read is loaded whole: a GGUF file, whose
+    blocks are unpacked, and PyTorch's own format. The model then is a plain one: it trains, and saves as safetensors.
     """
     transformers = _transformers()
+    # The bars that come up while a GGUF file is unpacked go to standard error, whatever transformers is told.
+    with _plain_errors(source, "model"), contextlib.redirect_stderr(io.StringIO()):
+        if source.gguf_file is not None:
+            loaded = LoadedModel(_load_whole(transformers, source), None, "a GGUF file is unpacked")
+        else:
+            loaded = _load_empty(transformers, source)
+    model = loaded.model
+    _forget_quantisation(model)
+    integers = [name for name, p in model.named_parameters() if not p.is_floating_point()]
+    quantised = getattr(model, "hf_quantizer", None) or getattr(model.config, "quantization_config", None)
+    if integers or quantised is not None:
+        raise ConfigError(f"{source} is quantised and cannot be trained as it is; give the model in floating point")
+    model.train()
+    return loaded
+
+
+def _load_whole(transformers: Any, source: ModelSource) -> Any:
     arguments = source.arguments()
     if source.gguf_file is None:
         arguments["dtype"] = "auto"
@@ -93,14 +135,55 @@ def load_model(source: ModelSource) -> Any:
         packed = getattr(transformers, "GgufConfig", None)
         if packed is not None:
             arguments["quantization_config"] = packed(dequantize=True)
-    # The bars that come up while a GGUF file is unpacked go to standard error, whatever transformers is told.
-    with _plain_errors(source, "model"), contextlib.redirect_stderr(io.StringIO()):
-        model = transformers.AutoModelForCausalLM.from_pretrained(source.location, **arguments)
-    _forget_quantisation(model)
-    integers = [name for name, p in model.named_parameters() if not p.is_floating_point()]
-    if integers or getattr(model, "hf_quantizer", None) is not None:
-        raise ConfigError(f"{source} is quantised and cannot be trained as it is; give the model in floating point")
-    return model.train()
+    return transformers.AutoModelForCausalLM.from_pretrained(source.location, **arguments)
+
+
+def _load_empty(transformers: Any, source: ModelSource) -> LoadedModel:
+    """The model without its weights, if these can be streamed."""
+    import offload
+
+    config = transformers.AutoConfig.from_pretrained(source.location, **source.arguments())
+    weights = _find_weights(source)
+    if weights is None or getattr(config, "quantization_config", None) is not None:
+        return LoadedModel(_load_whole(transformers, source), None, "it is not in plain safetensors")
+    with contextlib.closing(Shards(weights)) as shards:
+        stored = [tensor.dtype for tensor in shards.tensors.values() if tensor.dtype.is_floating_point]
+        dtype = config.dtype or (stored[0] if stored else torch.float32)
+        with offload.empty_init():
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+            _keep_in_fp32(model, dtype)
+    model.config.name_or_path = source.location
+    with contextlib.suppress(OSError):  # few models have one
+        model.generation_config = transformers.GenerationConfig.from_pretrained(source.location, **source.arguments())
+    return LoadedModel(model, weights)
+
+
+def _find_weights(source: ModelSource) -> Path | None:
+    """The safetensors file, or the index of several, fetched from the hub if it must be; None if there is neither."""
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+    arguments = source.arguments()
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+        found = cached_file(source.location, name, _raise_exceptions_for_missing_entries=False, **arguments)
+        if found is not None:
+            if name == SAFE_WEIGHTS_INDEX_NAME:
+                get_checkpoint_shard_files(source.location, found, **arguments)  # type: ignore[no-untyped-call]
+            return Path(found)
+    return None
+
+
+def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
+    """The parameters that transformers never rounds."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(dtype)
+    if plan:
+        kept, patterns, _ = build_glob_alternation(list(plan))
+        for name, parameter in model.named_parameters():
+            match = kept.search(name)
+            if match is not None and match.lastgroup is not None:
+                parameter.data = parameter.data.to(plan[patterns[match.lastgroup]])
 
 
 def max_positions(model: Any) -> int | None:
@@ -150,7 +233,7 @@ def _plain_errors(source: ModelSource, what: str) -> Iterator[None]:
         raise ConfigError(
             f"loading the {what} of {source} needs a package that is missing: {_first_line(error)}"
         ) from error
-    except (OSError, ValueError, RuntimeError, LookupError, struct.error, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, LookupError, struct.error, SafetensorError, CheckpointError) as error:
         raise ConfigError(f"cannot load the {what} of {source}: {_first_line(error)}") from error
 
 

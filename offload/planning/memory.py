@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,7 @@ from offload.training.state import STATE_BYTES
 
 STAGING_BUFFERS = 6  # of one block of state each: being read, updated and written, with one to spare for each way
 DELIVERY_BUFFERS = 2  # of the largest unit's weights: one being filled, one being copied
+_Loading = Callable[[Sequence[nn.Parameter]], int]
 _ATTEMPTS = 16  # each finds the need of one more cut; two or three are usual
 
 
@@ -54,26 +55,34 @@ class MemoryPlan:
         return _largest_weights(self.demand.units)
 
 
-def plan_memory(model: nn.Module, config: WrapConfig, budgets: Mapping[str, int], host_visible: bool) -> MemoryPlan:
-    """Cut ``model`` into units and place them. ``host_visible``: compute memory is host memory.
+def plan_memory(
+    model: nn.Module,
+    config: WrapConfig,
+    budgets: Mapping[str, int],
+    host_visible: bool,
+    loading: _Loading = lambda parameters: 0,
+) -> MemoryPlan:
+    """Cut ``model`` into units and place them. ``host_visible``: compute memory is host memory. ``loading``: the bytes
+    of host memory that parameters take while their first values are made.
 
     Raises ConfigError for a dtype that cannot train, and BudgetError where it does not fit, with the smallest budgets
     that would do. Reads shapes only.
     """
     try:
-        return _plan(model, config, budgets, host_visible)
+        return _plan(model, config, budgets, host_visible, loading)
     except DoesNotFit as error:
-        raise DoesNotFit(error.why, error.found, _that_would_do(model, config, error.smallest, host_visible)) from None
+        smallest = _that_would_do(model, config, error.smallest, host_visible, loading)
+        raise DoesNotFit(error.why, error.found, smallest) from None
 
 
 def _that_would_do(
-    model: nn.Module, config: WrapConfig, smallest: Mapping[str, int], host_visible: bool
+    model: nn.Module, config: WrapConfig, smallest: Mapping[str, int], host_visible: bool, loading: _Loading
 ) -> dict[str, int]:
     """Budgets that are accepted: other budgets cut the model into other units, which may need a little more."""
     budgets = _as_shown(smallest)
     for _ in range(_ATTEMPTS):
         try:
-            _plan(model, config, budgets, host_visible)
+            _plan(model, config, budgets, host_visible, loading)
             break
         except DoesNotFit as error:
             again = _as_shown(error.smallest)
@@ -85,7 +94,9 @@ def _as_shown(budgets: Mapping[str, int]) -> dict[str, int]:
     return {tier: parse_size(at_least(nbytes)) for tier, nbytes in budgets.items()}
 
 
-def _plan(model: nn.Module, config: WrapConfig, budgets: Mapping[str, int], host_visible: bool) -> MemoryPlan:
+def _plan(
+    model: nn.Module, config: WrapConfig, budgets: Mapping[str, int], host_visible: bool, loading: _Loading
+) -> MemoryPlan:
     budgets = {"cpu": sys.maxsize, **budgets}  # where cpu is no tier, what gradients need there is not in question
     cut = partition(model, config.dtype, budgets["gpu"] // PAGE * PAGE)
     _check_dtypes(cut)
@@ -99,6 +110,7 @@ def _plan(model: nn.Module, config: WrapConfig, budgets: Mapping[str, int], host
         # New weights that have no other place than the host while their update runs.
         delivery=(0 if host_visible else DELIVERY_BUFFERS * _largest_weights(units))
         + sum(u.weights for u in units if u.tile),
+        loading=max(loading(p.parameters) for p in cut.units),
     )
     return MemoryPlan(cut, layouts, demand, place(demand, config.tiers, budgets))
 

@@ -42,6 +42,7 @@ class Demand:
     together: tuple[tuple[int, ...], ...]
     staging: int  # host bytes for transfers when something lives on nvme
     delivery: int  # host bytes in which new weights wait for their copy to an accelerator; 0 without one
+    loading: int = 0  # host bytes for first values of a unit, before there are gradients
 
 
 @dataclass(frozen=True)
@@ -130,11 +131,12 @@ class _Placer:
             u.gradient for u, tier in zip(self._demand.units, gradients, strict=True) if tier == "cpu" and u.blocks
         )
         staging = (self._demand.staging if "nvme" in self._tiers else 0) + self._demand.delivery
-        self._left["cpu"] -= host_gradients + staging
+        first = max(host_gradients, self._demand.loading)
+        self._left["cpu"] -= first + staging
         if self._left["cpu"] < 0:
             raise self._refuse(
-                f"gradients ({format_size(host_gradients)}) and staging buffers ({format_size(staging)}) "
-                "do not fit the cpu budget"
+                f"gradients{' or initial values' if first > host_gradients else ''} ({format_size(first)}) and staging "
+                f"buffers ({format_size(staging)}) do not fit the cpu budget"
             )
 
     def _take(self, tier: str, nbytes: int) -> str | None:
@@ -164,7 +166,7 @@ class _Placer:
         all_stay = weights <= window
         out = {"gpu": min(window, weights)}
         moved = state if all_stay else weights + state
-        fixed = gradients + self._demand.delivery
+        fixed = max(gradients, self._demand.loading) + self._demand.delivery
         if last == "cpu":
             return {**out, "cpu": fixed + moved}
         return {**out, "cpu": fixed + self._demand.staging, "nvme": moved}

@@ -269,7 +269,7 @@ def test_unwrapping_what_is_not_wrapped() -> None:
 def test_parameters_on_meta() -> None:
     with torch.device("meta"):
         model = MLP_TASK.build()
-    with pytest.raises(ConfigError, match=r"'a\.weight' is on the meta device; load the weights before"):
+    with pytest.raises(ConfigError, match=r"'a\.weight' is on the meta device, and there .*; pass weights"):
         offload.wrap(model, tiers=["gpu"])
 
 

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+import offload
 from offload.errors import ConfigError
 from offload.integrations.loading import ModelSource, find_model, load_model, load_tokenizer
 from tests.tiny_llm import save_tiny_llm
@@ -53,8 +54,10 @@ def test_safetensors_keep_their_dtype_and_values(tmp_path: Path, dtype: torch.dt
     from safetensors.torch import load_file
 
     source = find_model(str(save_tiny_llm(tmp_path / "m", dtype=dtype)))
-    model, tokenizer = load_model(source), load_tokenizer(source)
-    assert model.training
+    loaded, tokenizer = load_model(source), load_tokenizer(source)
+    assert loaded.model.training
+    assert all(p.is_meta for p in loaded.model.parameters())
+    model = offload.wrap(loaded.model, ["gpu"], weights=loaded.weights)
     assert tokenizer.decode(tokenizer("naïve text")["input_ids"]) == "naïve text"
     stored = load_file(tmp_path / "m" / "model.safetensors")
     assert {name for name, _ in model.named_parameters()} == set(stored)
@@ -105,7 +108,7 @@ def test_a_real_gguf_file_becomes_a_plain_trainable_model(tmp_path: Path) -> Non
     path = smollm2()
     assert path is not None
     source = find_model(str(path))
-    tokenizer, model = load_tokenizer(source), load_model(source)
+    tokenizer, model = load_tokenizer(source), load_model(source).model
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert sum(p.numel() for p in model.parameters()) == 134_515_008
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight

@@ -36,6 +36,7 @@ def demands(draw: st.DrawFn) -> Demand:
         together=tuple(draw(st.lists(groups, max_size=3))),
         staging=6 * draw(PAGES),
         delivery=draw(st.sampled_from([0, 2 * PAGE, 5 * PAGE])),
+        loading=draw(st.sampled_from([0, PAGE, 9 * PAGE])),
     )
 
 
@@ -48,13 +49,17 @@ def used(demand: Demand, placement: Placement) -> dict[str, int]:
     total = dict.fromkeys(("gpu", "cpu", "nvme"), 0)
     total["gpu"] += placement.window
     total["cpu"] += demand.delivery + (demand.staging if placement.staged else 0)
+    host_gradients = 0
     homes = zip(demand.units, placement.weights, placement.gradients, placement.blocks, strict=True)
     for unit, weights, gradient, blocks in homes:
         total[weights] += unit.weights
-        if unit.blocks:
-            total[gradient] += unit.gradient
+        if unit.blocks and gradient == "gpu":
+            total["gpu"] += unit.gradient
+        elif unit.blocks:
+            host_gradients += unit.gradient
         for nbytes, tier in zip(unit.blocks, blocks, strict=True):
             total[tier] += nbytes
+    total["cpu"] += max(host_gradients, demand.loading)  # first values are gone before there are gradients
     return total
 
 

@@ -348,7 +348,7 @@ class SwapSpace:
         return tickets
 
     def _refuse_while_late(self, write: bool) -> None:
-        self._late = [ticket for ticket in self._late if not ticket.done()]
+        self._late[:] = [ticket for ticket in self._late if not ticket.done()]  # tickets hold on to this very list
         if self._late:
             raise SwapError(
                 "swap: expected an answer to an earlier transfer, found that it still hangs; nothing else is asked of "

@@ -16,6 +16,7 @@ from offload.sharding.unit import Member, Unit
 from offload.storage.device import Device
 from offload.storage.memory import view
 from offload.storage.ticket import Ticket
+from offload.training.waiting import plain
 
 _UNDER_WAY = 8  # gradients that may wait on the device for their copy
 _OURS = 2  # references to a view that nobody else holds: a local name, and the question itself
@@ -46,7 +47,7 @@ class GradientBuffer:
 
     def let_go(self, index: int) -> None:
         """The gradient is cleared. Whoever kept ``p.grad`` keeps its values: the tensor gets memory of its own."""
-        view = self.view(index)
+        view = plain(self.view(index))
         self._views[index] = view.detach()  # another object over the same memory
         if sys.getrefcount(view) > _OURS:
             with torch.no_grad():
@@ -109,7 +110,7 @@ class Gradients:
         if not buffer.present[index]:
             return None
         self.wait()
-        return buffer.view(index)
+        return plain(buffer.view(index))
 
     def set(self, unit: Unit, index: int, value: torch.Tensor | None) -> None:
         buffer = self._buffers[unit.index]

@@ -43,6 +43,7 @@ from offload.training.saved import packing
 from offload.training.state import StateStore, follow_weights, member_span, set_master
 from offload.training.transfers import Transfers
 from offload.training.update import PendingUpdate, UnitUpdate, bytes_to_disk
+from offload.training.waiting import waiting
 from offload.training.worker import Worker
 
 
@@ -289,9 +290,9 @@ class Runtime:
         """Owner: the gradient that the next update will use, or None."""
         self.accept_gradient(parameter)  # there is something to take only after an interrupt in backward
         unit, index = self.place_of(parameter)
-        if self._pending is not None and not self._pending.failed:
-            self.settle_unit(unit)  # it reads the gradient, which the caller may write to
-        return self.gradients.get(unit, index)
+        gradient = self.gradients.get(unit, index)
+        under_way = unit.pending and self._pending is not None and not self._pending.failed
+        return waiting(gradient, self, unit) if gradient is not None and under_way else gradient
 
     def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
         """Owner: replace it, or (None) leave the parameter out of the next update."""

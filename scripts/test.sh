@@ -7,7 +7,8 @@ usage() {
 usage: scripts/test.sh [--no-check] [pytest arguments...]
 
 Makes the environment .venv (or the one that OFFLOAD_VENV names), installs this package with its native core, runs
-scripts/check.sh and then all tests. Arguments are handed to pytest: scripts/test.sh --no-check tests/unit -k swap
+scripts/check.sh and then all tests, one process for each CPU (OFFLOAD_TEST_WORKERS=N for another number). Arguments are
+handed to pytest: scripts/test.sh --no-check tests/unit -k swap
 TEXT
 }
 
@@ -26,4 +27,4 @@ if [[ -n $check ]]; then
     scripts/check.sh
 fi
 say "running the tests"
-exec python -m pytest "$@"
+exec python -m pytest -n "${OFFLOAD_TEST_WORKERS:-auto}" "$@"

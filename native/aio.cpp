@@ -128,6 +128,10 @@ void AioEngine::close() {
   joined_ = true;
 }
 
+std::int32_t AioEngine::register_buffers(std::int32_t, void* const*, const std::uint64_t*) {
+  return -EOPNOTSUPP;
+}
+
 bool AioEngine::try_take(Piece* piece) {
   const std::lock_guard<std::mutex> lock(mutex_);
   return take_locked(piece);

@@ -80,6 +80,9 @@ class AioEngine {
   std::int32_t wait(std::int64_t id, std::int64_t timeout_ns, offload_aio_completion* result);
   void close();
 
+  // See offload_aio_register().
+  virtual std::int32_t register_buffers(std::int32_t count, void* const* addresses, const std::uint64_t* sizes);
+
  protected:
   // The next piece to move; false when there is none now.
   bool try_take(Piece* piece);

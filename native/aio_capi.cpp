@@ -185,6 +185,11 @@ int32_t offload_aio_wait(int64_t engine, int64_t id, int64_t timeout_ns, offload
   return with_engine(engine, [&](AioEngine& found) { return found.wait(id, timeout_ns, result); });
 }
 
+int32_t offload_aio_register(int64_t engine, int32_t count, void* const* addresses, const uint64_t* sizes) {
+  if (count < 1 || count > 1024 || addresses == nullptr || sizes == nullptr) return -EINVAL;
+  return with_engine(engine, [&](AioEngine& found) { return found.register_buffers(count, addresses, sizes); });
+}
+
 int32_t offload_aio_close(int64_t engine) {
   return with_engine(engine, [](AioEngine& found) -> int32_t {
     found.close();

@@ -15,9 +15,11 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <vector>
@@ -79,6 +81,19 @@ class Ring {
         tail_(*sq_tail_) {
     for (unsigned i = 0; i < params_.sq_entries; ++i) submissions_.at<unsigned>(params_.sq_off.array)[i] = i;
     require_operations();
+  }
+
+  // 0 or a negative errno value. Since Linux 5.13 it waits for no request under way, which our poll would never end.
+  std::int32_t register_buffers(const std::vector<iovec>& buffers) {
+#if defined(IORING_FEAT_RSRC_TAGS)
+    if ((params_.features & IORING_FEAT_RSRC_TAGS) == 0) return -EOPNOTSUPP;
+    const long done = syscall(__NR_io_uring_register, fd_.get(), IORING_REGISTER_BUFFERS, buffers.data(),
+                              static_cast<unsigned>(buffers.size()));
+    return done < 0 ? -errno : 0;
+#else
+    (void)buffers;
+    return -EOPNOTSUPP;
+#endif
   }
 
   // An empty entry at the end of the submission queue; the caller never asks for more than fit.
@@ -158,6 +173,18 @@ class UringEngine final : public AioEngine {
   }
   ~UringEngine() override { close(); }
 
+  std::int32_t register_buffers(std::int32_t count, void* const* addresses, const std::uint64_t* sizes) override {
+    const std::lock_guard<std::mutex> once(registering_);
+    if (registered_.load(std::memory_order_relaxed)) return -EALREADY;
+    std::vector<iovec> buffers;
+    for (std::int32_t i = 0; i < count; ++i) buffers.push_back({addresses[i], static_cast<std::size_t>(sizes[i])});
+    const std::int32_t code = ring_.register_buffers(buffers);
+    if (code != 0) return code;
+    buffers_ = std::move(buffers);
+    registered_.store(true, std::memory_order_release);
+    return 0;
+  }
+
  private:
   static constexpr std::uint64_t kBell = ~std::uint64_t{0};  // user_data of the poll for bell_
   static constexpr int kMaxStalls = 5000;                    // of a millisecond each
@@ -203,6 +230,22 @@ class UringEngine final : public AioEngine {
     entry->len = static_cast<std::uint32_t>(piece.call_size());
     entry->off = piece.file_offset();
     entry->user_data = slot;
+    if (const int index = registered_at(piece); index >= 0) {
+      entry->opcode = piece.request->write ? IORING_OP_WRITE_FIXED : IORING_OP_READ_FIXED;
+      entry->buf_index = static_cast<std::uint16_t>(index);
+    }
+  }
+
+  // The registered buffer that holds the piece, or -1. There are few of them.
+  int registered_at(const Piece& piece) const {
+    if (!registered_.load(std::memory_order_acquire)) return -1;
+    for (std::size_t i = 0; i < buffers_.size(); ++i) {
+      const char* const begin = static_cast<const char*>(buffers_[i].iov_base);
+      if (piece.address() >= begin && piece.address() + piece.call_size() <= begin + buffers_[i].iov_len) {
+        return static_cast<int>(i);
+      }
+    }
+    return -1;
   }
 
   int reap() {
@@ -258,6 +301,9 @@ class UringEngine final : public AioEngine {
   const FileDescriptor bell_;  // an eventfd: wakes the thread from its wait for completions
   std::vector<Piece> slots_;
   std::vector<std::size_t> free_slots_;
+  std::mutex registering_;
+  std::atomic<bool> registered_{false};
+  std::vector<iovec> buffers_;  // does not change once registered_ is true
   std::thread thread_;
 };
 

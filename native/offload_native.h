@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 // Raised whenever a struct or a signature below changes; the binding refuses any other number.
-#define OFFLOAD_ABI 2
+#define OFFLOAD_ABI 3
 OFFLOAD_API int32_t offload_abi(void);
 
 // A short English text for a code returned by a function below. Never NULL; the text is static or thread-local.
@@ -128,6 +128,11 @@ OFFLOAD_API int32_t offload_aio_done(int64_t engine, int64_t id);
 // Waits for request id, at most timeout_ns (negative: for ever), and forgets it. -ETIMEDOUT: it is still running.
 // Several threads may wait for one request: all of them get the result.
 OFFLOAD_API int32_t offload_aio_wait(int64_t engine, int64_t id, int64_t timeout_ns, offload_aio_completion* result);
+
+// Tells io_uring of memory that many requests will use, so that the kernel need not look up its pages each time. Once
+// in an engine's life, before or between requests. The memory must keep its pages (no MADV_DONTNEED) until the engine
+// is freed. -EOPNOTSUPP: threads, or a kernel before 5.13; -ENOMEM: more than the limit on locked memory.
+OFFLOAD_API int32_t offload_aio_register(int64_t engine, int32_t count, void* const* addresses, const uint64_t* sizes);
 
 // Refuses new requests, finishes those queued and ends the threads; the results can still be waited for. A second call
 // does nothing. A process made by fork() knows nothing of its parent's engines: -EBADF.

@@ -7,6 +7,7 @@ import math
 import os
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -80,6 +81,17 @@ class Aio:
         self._buffers[request] = buffer
         return request
 
+    def register(self, buffers: Sequence[torch.Tensor]) -> str:
+        """Tells the kernel of uint8 buffers that many requests will use, once. Empty when it took them, else why not.
+
+        They must keep their pages until the engine is gone; it keeps the tensors until then.
+        """
+        self._check_process()
+        why = self._lib.aio_register(self._engine, [(b.data_ptr(), b.numel()) for b in buffers])
+        if not why:
+            self._buffers.update((-1 - number, buffer) for number, buffer in enumerate(buffers))
+        return why
+
     def done(self, request: int) -> bool:
         """Whether it has completed. ValueError: there is no such request, or it has been waited for."""
         self._check_process()
@@ -114,7 +126,7 @@ class Aio:
             return
         self._closed = True
         self._lib.aio_close(self._engine)
-        self._buffers.clear()
+        self._buffers.clear()  # with the threads, all transfers have ended
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

@@ -285,6 +285,8 @@ class _Builder:
         poison = config.poison or device.poisons
         staging = allocation.pool(STAGING_BUFFERS, plan.largest_block(), poison) if plan.placement.staged else None
         delivery = None if device.host_visible else allocation.pool(DELIVERY_BUFFERS, plan.largest_weights(), poison)
+        if staging is not None and backend is not None and (why := backend.register(staging.buffers)):
+            log.debug("staging buffers are not registered with the kernel: %s", why)
         transfers = Transfers(device, staging)
         units: list[Unit] = []
         depth = PREFETCH if config.prefetch_units is None else config.prefetch_units

@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 __all__ = ["Completion", "Library", "library", "missing"]
 
-_ABI: Final = 2
+_ABI: Final = 3
 _DIRECTORY: Final = Path(__file__).resolve().parent / "_lib"
 
 
@@ -85,6 +86,7 @@ _SIGNATURES: Final = (
     ("offload_aio_submit", _I32, (_I64, _I32, _I32, _POINTER, _U64, _U64, _U64, _I64_OUT)),
     ("offload_aio_done", _I32, (_I64, _I64)),
     ("offload_aio_wait", _I32, (_I64, _I64, _I64, ctypes.POINTER(_AioCompletion))),
+    ("offload_aio_register", _I32, (_I64, _I32, ctypes.c_void_p, ctypes.c_void_p)),
     ("offload_aio_close", _I32, (_I64,)),
     ("offload_aio_free", _I32, (_I64,)),
 )
@@ -180,6 +182,13 @@ class Library:
             return None
         self._check(code, f"request {request}")
         return Completion(result.error, result.nbytes, result.start_ns, result.end_ns)
+
+    def aio_register(self, engine: int, buffers: Sequence[tuple[int, int]]) -> str:
+        """Addresses and sizes of buffers that many requests will use. Empty when they are registered, else why not."""
+        addresses = (ctypes.c_void_p * len(buffers))(*(address for address, _ in buffers))
+        sizes = (ctypes.c_uint64 * len(buffers))(*(size for _, size in buffers))
+        code = self._c.offload_aio_register(engine, len(buffers), addresses, sizes)
+        return "" if code == 0 else self.error_text(code)
 
     def aio_close(self, engine: int) -> None:
         self._check(self._c.offload_aio_close(engine), "closing the engine")

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -57,6 +58,14 @@ class IoBackend(ABC):
         """A request that no fault on request hits and that is counted on `lane` alone: for probes and second tries."""
         self._check(buffer, offset)
         return self._submit(write, fd, buffer, offset, MAX_CALL, lane) if buffer.numel() else DoneTicket()
+
+    def register(self, buffers: Sequence[torch.Tensor]) -> str:
+        """Make transfers of these buffers cheaper, where that can be. Empty, or why not.
+
+        Args:
+            buffers: uint8, on the CPU; memory that keeps its pages until the backend is closed.
+        """
+        return f"{self.name} has no use for it"
 
     def close(self) -> None:
         """End all requests that are under way, then let go of threads and queues. May be called twice."""

@@ -22,6 +22,7 @@ class StagingPool:
         self._waiting = 0
         self._late: list[torch.Tensor] = []  # given back, but see Note [What a hung transfer holds]
         self._free = [allocate(nbytes).tensor for _ in range(count)]
+        self.buffers = tuple(self._free)
         self._changed = threading.Condition()
 
     def take(self) -> torch.Tensor:

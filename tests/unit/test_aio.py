@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import mmap
 import os
 import subprocess
 import sys
@@ -342,3 +343,23 @@ def test_a_request_above_two_gib(aio: native.Aio, tmp_path: Path) -> None:
     assert (completion.error, completion.nbytes) == (0, n)
     assert bytes(buffer[-3:].tolist()) == b"end"
     assert not buffer[:-3].any()
+
+
+def test_registered_buffers(tmp_path: Path, backend: str) -> None:
+    """Requests within them, across their ends and elsewhere move the same bytes; only io_uring takes them, once."""
+    page = mmap.PAGESIZE
+    memory = [torch.frombuffer(mmap.mmap(-1, 4 * page), dtype=torch.uint8) for _ in range(2)]
+    other = torch.empty(3 * page, dtype=torch.uint8)
+    aio = native.Aio(backend, piece=page)
+    assert (aio.register(memory) == "") == (backend == "uring")
+    assert aio.register(memory) != ""
+    parts = [(memory[1][:page], 0), (memory[1][page + 100 :], page), (other, 4 * page)]
+    values = [torch.arange(part.numel()).to(torch.uint8) for part, _ in parts]
+    with open(tmp_path / "file", "wb+") as file:
+        for write in (True, False):
+            for (part, _), value in zip(parts, values, strict=True):
+                part.copy_(value) if write else part.zero_()
+            requests = [aio.submit(write, file.fileno(), part, at) for part, at in parts]
+            assert all(aio.wait(request).error == 0 for request in requests)
+    assert all(torch.equal(part, value) for (part, _), value in zip(parts, values, strict=True))
+    aio.close()

@@ -15,6 +15,7 @@ from offload.checkpoint.sources import Source, open_source
 from offload.config import WrapConfig
 from offload.errors import ConfigError, OffloadError
 from offload.integrations.checkpoint_keys import key_rules
+from offload.lanes import Lanes, warn_once
 from offload.planning.hardware import default_budgets
 from offload.planning.memory import (
     DELIVERY_BUFFERS,
@@ -34,7 +35,6 @@ from offload.storage.open_device import open_device
 from offload.storage.swap import SwapSpace
 from offload.storage.tiers import Tier
 from offload.storage.wear import WriteMeter
-from offload.trace import Lanes, warn_once
 from offload.training.delivery import Delivery
 from offload.training.gradients import GradientBuffer, Gradients, gradient_dtype
 from offload.training.hooks import attach

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError
+from offload.lanes import Lanes
 from offload.storage.memory import POISON, HostMemory
 from offload.storage.ticket import FutureTicket, Ticket, wait_until
-from offload.trace import Lanes
 
 _cuda: Any = torch.cuda  # whose stubs type neither streams nor events
 

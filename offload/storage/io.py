@@ -15,10 +15,10 @@ import torch
 from offload import native
 from offload.config import BACKENDS
 from offload.errors import ConfigError, SwapError
+from offload.lanes import Lanes, warn_once
 from offload.storage.io_aiofiles import AiofilesBackend
 from offload.storage.io_base import IoBackend
 from offload.storage.io_native import NativeBackend
-from offload.trace import Lanes, warn_once
 
 __all__ = ["BACKENDS", "BackendReport", "IoBackend", "backend_report", "open_backend", "read_file", "write_file"]
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from aiofiles.ospath import wrap  # type: ignore[attr-defined]  # public, but not in the stubs
 
+from offload.lanes import Lane, Lanes
 from offload.storage.io_base import RETRIES, RETRY, IoBackend, early_end, retry_pause
 from offload.storage.ticket import FutureTicket, Ticket
-from offload.trace import Lane, Lanes
 
 __all__ = ["AiofilesBackend"]
 

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from offload.lanes import Lane, Lanes
 from offload.storage import faults
 from offload.storage.ticket import DoneTicket, FutureTicket, Ticket
-from offload.trace import Lane, Lanes
 
 __all__ = ["MAX_CALL", "RETRIES", "RETRY", "IoBackend", "check_buffer", "early_end", "retry_pause"]
 

@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 
 from offload import native
+from offload.lanes import Lane, Lanes
 from offload.storage.io_base import MAX_CALL, IoBackend
 from offload.storage.ticket import Ticket
-from offload.trace import Lane, Lanes
 
 __all__ = ["NativeBackend", "NativeTicket"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
+from offload.lanes import Lanes
 from offload.storage.device import Device, plain_device
 from offload.storage.simulated import SimulatedDevice
-from offload.trace import Lanes
 
 
 def open_device(name: str | None, lanes: Lanes, poison: bool) -> Device:

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from offload.errors import SwapError
+from offload.lanes import warn_once
 from offload.storage.checksum import Sums, checksums
 from offload.storage.ticket import AllTickets, Ticket
-from offload.trace import warn_once
 
 __all__ = ["CheckedRead", "Expected"]
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import torch
 
+from offload.lanes import Lanes
 from offload.storage.device import Device, HostRegion, Region
 from offload.storage.memory import POISON, HostMemory
 from offload.storage.ticket import FutureTicket, Ticket
-from offload.trace import Lanes
 
 
 class _PoisonRegion(HostRegion):

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from offload.errors import ConfigError, SwapError
+from offload.lanes import Lanes
 from offload.sizes import PAGE, round_up
 from offload.storage.checksum import GRANULE, Checksums, checksums
 from offload.storage.disk import spread
@@ -27,7 +28,6 @@ from offload.storage.swapfile import SwapFile
 from offload.storage.swapio import SwapTicket
 from offload.storage.ticket import AllTickets, Ticket
 from offload.storage.wear import WriteMeter
-from offload.trace import Lanes
 
 __all__ = ["Extent", "Piece", "SwapSpace"]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from offload.lanes import Lane, warn_once
 from offload.storage import hung
 from offload.storage.io_base import IoBackend
 from offload.storage.swapfile import SwapFile
 from offload.storage.ticket import Ticket
-from offload.trace import Lane, warn_once
 
 __all__ = ["SwapTicket"]
 

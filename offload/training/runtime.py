@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from offload.errors import BudgetError, OffloadError
+from offload.lanes import Lanes
 from offload.sharding.layout import Span
 from offload.sharding.unit import Member, Unit
 from offload.sizes import PAGE
@@ -32,7 +33,6 @@ from offload.storage.memory import HostMemory
 from offload.storage.staging import StagingPool
 from offload.storage.tiers import Tier
 from offload.storage.wear import WriteMeter
-from offload.trace import Lanes
 from offload.training import tiled
 from offload.training.delivery import Delivery
 from offload.training.functions import RAW_GRAD, SET_RAW_GRAD

@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from offload.lanes import Lanes
 from offload.sharding.homes import ComputeHome, HostHome, SwapHome
 from offload.sharding.layout import Span
 from offload.sharding.unit import Member, StateBlock, Unit
 from offload.storage.device import Device
 from offload.storage.staging import StagingPool
 from offload.storage.ticket import Ticket
-from offload.trace import Lanes
 from offload.training.delivery import Delivery
 from offload.training.residency import PATIENCE_S, Residency
 from offload.training.rules import UpdateRule

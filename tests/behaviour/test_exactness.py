@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import offload
 from offload import native
+from offload.lanes import Lanes
 from offload.sharding.partition import footprint
 from offload.sizes import PAGE, round_up
 from offload.storage.simulated import SimulatedDevice
-from offload.trace import Lanes
 from tests.loops import TIERS, adamw, assert_same, masters, named_budgets, train, wrap
 from tests.models import MLP, MLP_TASK, TASKS, Task
 from tests.unit.storage.iotools import backend_params

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import SwapError
+from offload.lanes import Lanes
 from offload.planning import memory
 from offload.sharding import layout
 from offload.sizes import PAGE
 from offload.storage import faults
 from offload.storage.simulated import SimulatedDevice
-from offload.trace import Lanes
 from offload.training.runtime import attached
 from tests.loops import adamw, assert_same, masters, run_checked, same_bits, wrap
 from tests.unit.storage.iotools import backend_params, build_shim

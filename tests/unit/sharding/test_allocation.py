@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from offload.errors import BudgetError
+from offload.lanes import Lanes
 from offload.sharding.allocation import Allocation
 from offload.sharding.homes import ComputeHome, HostHome, SwapHome
 from offload.sharding.layout import Span, flat_layout
@@ -19,7 +20,6 @@ from offload.storage.io import open_backend
 from offload.storage.memory import HostMemory
 from offload.storage.swap import SwapSpace
 from offload.storage.tiers import Tier
-from offload.trace import Lanes
 from tests.unit.storage.iotools import aligned
 
 ALL = ("gpu", "cpu", "nvme")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from offload.errors import ConfigError
+from offload.lanes import Lanes
 from offload.sizes import PAGE
 from offload.storage.device import (
     Device,
@@ -21,7 +22,6 @@ from offload.storage.device import (
 from offload.storage.memory import POISON, HostMemory
 from offload.storage.open_device import open_device
 from offload.storage.simulated import SimulatedDevice
-from offload.trace import Lanes
 
 NAMES = [
     "cpu",

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from offload import native
 from offload.errors import ConfigError, SwapError
+from offload.lanes import Lane, Lanes
 from offload.storage import io
 from offload.storage.io import BACKENDS, IoBackend, backend_report, open_backend, read_file, why_not, write_file
-from offload.trace import Lane, Lanes
 from tests.unit.storage.iotools import aligned, backend_params, build_shim, python
 
 MIB = 1 << 20

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from offload.lanes import Lanes
 from offload.sizes import PAGE
 from offload.storage.device import Region
 from offload.storage.simulated import SimulatedDevice
-from offload.trace import Lanes
 
 
 class Gate:

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from offload.errors import SwapError
+from offload.lanes import Lanes
 from offload.sizes import PAGE, round_up
 from offload.storage import faults
 from offload.storage.io import IoBackend, open_backend
 from offload.storage.swap import Extent, SwapSpace
-from offload.trace import Lanes
 from tests.unit.storage.iotools import aligned, backend_params, get, put
 
 ODD_NAMES = ["plain", "with blanks  in it", "ünïcödé 硬盘", "-dash", "new\nline"]

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from offload.lanes import Lanes
 from offload.sharding.layout import flat_layout
 from offload.sharding.unit import Member, Unit
 from offload.storage.device import Device, HostDevice
 from offload.storage.memory import HostMemory
 from offload.storage.simulated import SimulatedDevice
-from offload.trace import Lanes
 from offload.training.gradients import GradientBuffer, Gradients, gradient_dtype
 from tests.unit.training.parts import FakeHome, FakeRegion
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offload.errors import BudgetError, SwapError
+from offload.lanes import Lanes
 from offload.sharding.allocation import Allocation
 from offload.sharding.layout import Span, blocks
 from offload.sharding.unit import Unit
@@ -23,7 +24,6 @@ from offload.storage.device import HostDevice
 from offload.storage.io import open_backend
 from offload.storage.swap import SwapSpace
 from offload.storage.tiers import Tier
-from offload.trace import Lanes
 from offload.training import state
 from offload.training.state import StateStore, follow_weights, member_span, read_member, set_master, write_moments
 from tests.unit.training.parts import real_unit, state_of

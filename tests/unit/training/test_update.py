@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from offload.lanes import Lanes
 from offload.sharding.allocation import Allocation
 from offload.sharding.homes import SwapHome
 from offload.sharding.layout import Span
@@ -27,7 +28,6 @@ from offload.storage.staging import StagingPool
 from offload.storage.swap import SwapSpace
 from offload.storage.ticket import Ticket
 from offload.storage.tiers import Tier
-from offload.trace import Lanes
 from offload.training.delivery import Delivery
 from offload.training.residency import Residency
 from offload.training.rules import UpdateRule

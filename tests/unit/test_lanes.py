@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.trace import Lane, Lanes
+from offload.lanes import Lane, Lanes
 
 intervals = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 40)), max_size=60)
 

@@ -11,6 +11,7 @@ from offload.errors import BudgetError, CheckpointError, ConfigError, OffloadErr
 from offload.training.algorithms import SGD, Adam, AdamW, Lion
 from offload.training.clipping import clip_grad_norm_
 from offload.training.inspect import gather, state_dict, stats
+from offload.training.tracing import trace
 
 __all__ = [
     "SGD",
@@ -34,6 +35,7 @@ __all__ = [
     "state_dict",
     "stats",
     "storage",
+    "trace",
     "unwrap",
     "wrap",
 ]

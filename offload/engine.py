@@ -44,6 +44,8 @@ from offload.training.parameter import OffloadedParameter, ResidentParameter
 from offload.training.residency import Residency
 from offload.training.runtime import Parts, Runtime, attached, runtime_of_model
 from offload.training.state import STATE_BYTES, StateStore
+from offload.training.steps import StepMeter
+from offload.training.tracing import trace_as_environment_says, write_trace_of_environment
 from offload.training.transfers import Transfers
 from offload.training.worker import Worker
 
@@ -105,6 +107,7 @@ def wrap(
         **settings,
     )
     _check_model(model)
+    trace_as_environment_says()
     lanes = Lanes()
     source = open_source(model, weights, key_rules(model), strict)
     try:
@@ -132,6 +135,7 @@ def unwrap(model: Model) -> Model:
     runtime = runtime_of_model(model)
     runtime.undo_abandoned()
     runtime.settle()
+    runtime.parts.steps.flush()
     for handle in runtime.handles:
         handle.remove()
     for unit in runtime.units:
@@ -143,6 +147,7 @@ def unwrap(model: Model) -> Model:
             move_out(member.parameter, value, gradient)
     del attached[model]
     runtime.close()
+    write_trace_of_environment()
     return model
 
 
@@ -228,6 +233,7 @@ class _Builder:
                 self._gradients(unit, tier, allocation)
                 for unit, tier in zip(parts.units, plan.placement.gradients, strict=True)
             ],
+            parts.steps.waiting,
         )
         runtime = Runtime(parts)
         runtime.handles = attach(runtime, self._model, plan.cut.users)
@@ -290,7 +296,8 @@ class _Builder:
         transfers = Transfers(device, staging)
         units: list[Unit] = []
         depth = PREFETCH if config.prefetch_units is None else config.prefetch_units
-        residency = Residency(units, tiers["gpu"], transfers, depth, eager_release=config.poison)
+        steps = StepMeter(self._lanes, device)
+        residency = Residency(units, tiers["gpu"], transfers, depth, eager_release=config.poison, waiting=steps.waiting)
         update_thread = Worker("offload-update")
 
         def close() -> None:
@@ -318,6 +325,7 @@ class _Builder:
             delivery=Delivery(device, residency, delivery, tiers["cpu"]),
             meter=None if swap is None else swap.meter,
             update_thread=update_thread,
+            steps=steps,
             pinned=False,
             close=close,
         )

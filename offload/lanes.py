@@ -8,6 +8,8 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping
 
+from offload import timeline
+
 __all__ = ["Lane", "Lanes", "warn_once"]
 
 _KEPT = 256  # intervals kept apart; older ones are folded into a sum
@@ -27,12 +29,13 @@ class Lane:
         self._folded_ns = 0
         self._horizon = 0  # everything before this instant is in `_folded_ns`
 
-    def record(self, start_ns: int, end_ns: int, nbytes: int) -> None:
+    def record(self, start_ns: int, end_ns: int, nbytes: int, what: str = "") -> None:
         """Count one transfer of `nbytes` from `start_ns` to `end_ns` (one monotonic clock for all calls).
 
         Transfers may be recorded in any order. One that reaches back beyond the newest 256 separate intervals counts
-        only from there on.
+        only from there on. `what` names it on a timeline, if one is on.
         """
+        timeline.add(self.name, what or self.name, start_ns, end_ns, nbytes)
         with self._lock:
             self._bytes += nbytes
             self._count += 1

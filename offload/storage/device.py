@@ -110,6 +110,21 @@ class Device(ABC):
         """Kernels that are started inside the context, from whatever thread, are ordered with compute."""
         return contextlib.nullcontext()
 
+    def mark(self) -> Any:
+        """An instant: when compute gets to what it has been given so far. For :meth:`when`."""
+        return time.monotonic_ns()
+
+    def when(self, mark: Any) -> int | None:
+        """The instant of a mark on the monotonic clock, in ns; None if compute has not got there."""
+        return int(mark)
+
+    def anchor(self) -> None:  # noqa: B027  the host's clock needs no other
+        """Wait for compute, and set its clock by the host's; once in a step is enough."""
+
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        """What is started inside the context is ``name`` to a profiler, if there is one for this device."""
+        return contextlib.nullcontext()
+
     def drain(self) -> None:  # noqa: B027  copies that tickets wait for are over when their tickets are
         """Wait for every copy that was asked for."""
 
@@ -236,6 +251,7 @@ class CudaDevice(Device):
         self._streams = {lane: _cuda.Stream(device) for lane in ("h2d", "d2h")}
         self._under_way: collections.deque[tuple[str, Any, Any, int]] = collections.deque()
         self._counting = threading.Lock()
+        self.anchor()
 
     def region(self, nbytes: int) -> Region:
         return _CudaRegion(max(nbytes, 1), self.torch_device, self._compute, self._poison)
@@ -255,17 +271,40 @@ class CudaDevice(Device):
             start.record(stream)
             dst.copy_(src, non_blocking=True)
             end.record(stream)
+        base = self._base
         with self._counting:
-            self._under_way.append((lane, start, end, src.numel() * src.element_size()))
+            self._under_way.append((lane, (base, start), (base, end), src.numel() * src.element_size()))
         self.count_copies()
         return _StreamTicket(end, self._compute, (dst, src))
 
     def count_copies(self) -> None:
         with self._counting:  # copies are asked for by several threads
-            while self._under_way and self._under_way[0][2].query():
-                lane, start, end, nbytes = self._under_way.popleft()
-                now = time.monotonic_ns()
-                self._lanes[lane].record(now - int(start.elapsed_time(end) * 1e6), now, nbytes)
+            while self._under_way:
+                lane, *marks, nbytes = self._under_way[0]
+                start, end = (self.when(mark) for mark in marks)
+                if start is None or end is None:
+                    return
+                self._under_way.popleft()
+                self._lanes[lane].record(start, end, nbytes)
+
+    def mark(self) -> Any:
+        event = _cuda.Event(enable_timing=True)
+        event.record(self._compute)
+        return self._base, event
+
+    def when(self, mark: Any) -> int | None:
+        (base, base_ns), event = mark
+        return base_ns + int(base.elapsed_time(event) * 1e6) if event.query() else None
+
+    def anchor(self) -> None:
+        event = _cuda.Event(enable_timing=True)
+        event.record(self._compute)
+        event.synchronize()
+        self._base = event, time.monotonic_ns()
+
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        named: AbstractContextManager[Any] = _cuda.nvtx.range("{}", name)
+        return named
 
     def computing(self) -> AbstractContextManager[Any]:
         stream: AbstractContextManager[Any] = torch.cuda.stream(self._compute)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -16,6 +17,7 @@ from offload.sharding.unit import Member, Unit
 from offload.storage.device import Device
 from offload.storage.memory import view
 from offload.storage.ticket import Ticket
+from offload.training.steps import Waiting, unmeasured
 from offload.training.waiting import plain
 
 _UNDER_WAY = 8  # gradients that may wait on the device for their copy
@@ -64,9 +66,9 @@ def gradient_dtype(compute: torch.dtype, wanted: torch.dtype | None) -> torch.dt
 class Gradients:
     """All gradient buffers of a model and the copies that are still on their way to them."""
 
-    def __init__(self, device: Device, buffers: list[GradientBuffer]) -> None:
-        self._device, self._buffers = device, buffers
-        self._under_way: deque[tuple[Ticket, torch.Tensor]] = deque()
+    def __init__(self, device: Device, buffers: list[GradientBuffer], waiting: Waiting = unmeasured) -> None:
+        self._device, self._buffers, self._waiting = device, buffers, waiting
+        self._under_way: deque[tuple[Ticket, torch.Tensor, str]] = deque()  # and the name of the unit
 
     def buffer(self, unit: Unit) -> GradientBuffer:
         return self._buffers[unit.index]
@@ -84,25 +86,30 @@ class Gradients:
             else:
                 target.copy_(gradient)
         else:
-            self._bring(target, gradient.contiguous(), buffer.present[index])
+            self._bring(target, gradient.contiguous(), buffer.present[index], unit.name)
         buffer.present[index] = True
 
-    def _bring(self, target: torch.Tensor, gradient: torch.Tensor, add: bool) -> None:
+    def _bring(self, target: torch.Tensor, gradient: torch.Tensor, add: bool, name: str) -> None:
         while self._under_way and (self._under_way[0][0].done() or len(self._under_way) >= _UNDER_WAY):
-            self._under_way.popleft()[0].wait()
+            ticket, _, of = self._under_way.popleft()
+            self._wait_for(ticket, of)
         if not add:
-            self._under_way.append((self._device.download(target, gradient), gradient))
+            self._under_way.append((self._device.download(target, gradient), gradient, name))
             return
         self.wait()  # the gradient that this one is added to must have landed
         arrived = torch.empty_like(target)
-        self._device.download(arrived, gradient).wait()
+        self._wait_for(self._device.download(arrived, gradient), name)
         target.add_(arrived)
+
+    def _wait_for(self, ticket: Ticket, name: str) -> None:
+        with nullcontext() if ticket.done() else self._waiting("gradient", name):
+            ticket.wait()
 
     def wait(self) -> None:
         """Until every gradient has landed."""
         while self._under_way:
-            ticket, _ = self._under_way[0]
-            ticket.wait()
+            ticket, _, name = self._under_way[0]
+            self._wait_for(ticket, name)
             self._under_way.popleft()
 
     def get(self, unit: Unit, index: int) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ from offload.training.optimizer import runtime_of
 from offload.training.parameter import OffloadedParameter, ResidentParameter
 from offload.training.runtime import Runtime, runtime_of_model
 from offload.training.state import read_member
+from offload.training.steps import LaneStats, StepStats
 
 
 @dataclass(frozen=True)
@@ -26,41 +27,33 @@ class TierStats:
 
 
 @dataclass(frozen=True)
-class LaneStats:
-    """Bytes moved so far, seconds with at least one transfer in flight, number of transfers."""
-
-    bytes: int
-    busy_s: float
-    count: int
-
-
-@dataclass(frozen=True)
 class Stats:
-    """Figures as they were at one moment. ``pinned``: whether host buffers are page-locked."""
+    """Figures as they were at one moment. ``lanes`` count from the beginning, ``pinned``: whether host buffers are
+    page-locked, ``step``: the last whole step (None before the second call of ``optimizer.step()``)."""
 
     tiers: dict[str, TierStats]
     lanes: dict[str, LaneStats]
     pinned: bool
     placement: dict[str, dict[str, int]]  # kind ("weights", "optimizer state") -> tier -> bytes
+    step: StepStats | None
 
 
 def stats(model: nn.Module, wait: bool = True) -> Stats:
-    """What a wrapped model holds on each tier and has moved on each lane so far (bytes, seconds).
+    """What a wrapped model holds on each tier and has moved on each lane (bytes, seconds), and what its last step did.
 
     With ``wait`` an update under way is finished first and counted whole; without, the figures are those of now.
     """
     runtime = runtime_of_model(model)
     if wait:
         runtime.settle()
-    runtime.device.count_copies()
     placement: dict[str, dict[str, int]] = {"weights": {}, "optimizer state": {}}
     for unit in runtime.units:
         _add(placement["weights"], unit.home.tier, unit.home.nbytes)
         for block in unit.blocks:
             _add(placement["optimizer state"], block.home.tier, block.home.nbytes)
     tiers = {n: TierStats(t.used, t.peak, t.budget, dict(t.by_kind)) for n, t in runtime.tiers.items()}
-    lanes = {n: LaneStats(lane.bytes, lane.busy_s, lane.count) for n, lane in runtime.lanes.items()}
-    return Stats(tiers, lanes, runtime.parts.pinned, placement)
+    steps = runtime.parts.steps
+    return Stats(tiers, steps.lanes(), runtime.parts.pinned, placement, steps.last)
 
 
 def _add(by_tier: dict[str, int], tier: str, nbytes: int) -> None:

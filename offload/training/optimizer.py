@@ -102,6 +102,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise OffloadError("the model of this optimizer has been unwrapped; use a torch optimizer for it now")
         runtime.settle()
         runtime.gradients.wait()
+        runtime.parts.steps.end_step()
         for group in self.param_groups:
             self._check(group)  # a schedule may have set what makes no sense; nothing may fail once it is promised
         mine = [p for group in self.param_groups for p in group["params"]]

@@ -10,7 +10,7 @@ import errno
 import gc
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import NoReturn
 
 from offload.errors import BudgetError, SwapError
@@ -20,6 +20,7 @@ from offload.storage import hung
 from offload.storage.device import Region
 from offload.storage.tiers import Tier
 from offload.training.schedule import Schedule
+from offload.training.steps import Waiting, unmeasured
 from offload.training.transfers import Transfers
 
 KIND = "weights"
@@ -31,10 +32,16 @@ class Residency:
     """The state machine of all units. A unit that is pinned or held, or at which somebody looks, is never released."""
 
     def __init__(
-        self, units: Sequence[Unit], tier: Tier, transfers: Transfers, depth: int, eager_release: bool = False
+        self,
+        units: Sequence[Unit],
+        tier: Tier,
+        transfers: Transfers,
+        depth: int,
+        eager_release: bool = False,
+        waiting: Waiting = unmeasured,
     ) -> None:
         self._units, self._tier, self._transfers, self._depth = units, tier, transfers, depth
-        self._eager_release = eager_release
+        self._eager_release, self._waiting = eager_release, waiting
         self._schedule = Schedule()
         self._clock = 0
         self._first_uses: dict[int, None] = {}  # units in the order of their first use since the last update
@@ -55,7 +62,8 @@ class Residency:
                 self._start(unit)
             unit.pins += 1
         try:
-            self.settle(unit)
+            with self._waiting("fetch", unit.name) if _arriving(unit) else nullcontext():
+                self.settle(unit)
         except BaseException:
             self.unpin(unit)
             raise
@@ -260,12 +268,13 @@ class Residency:
             return
         self._wanted += 1
         try:
-            while (arriving := any(_arriving(u) for u in self._here())) or (
-                self._updating and any(u.held for u in self._here())
-            ):
-                self.changed.wait(LOOK_S if arriving else PATIENCE_S)
-                if self._make_room(nbytes):
-                    return
+            with self._waiting("room", name):
+                while (arriving := any(_arriving(u) for u in self._here())) or (
+                    self._updating and any(u.held for u in self._here())
+                ):
+                    self.changed.wait(LOOK_S if arriving else PATIENCE_S)
+                    if self._make_room(nbytes):
+                        return
         finally:
             self._wanted -= 1
         if not (gc.collect() and self._make_room(nbytes)):
@@ -308,7 +317,8 @@ class Residency:
 
 def _arriving(unit: Unit) -> bool:
     """Is a fetch under way? Its memory is not taken then: waiting for it here could be waiting for oneself."""
-    return unit.state is State.FETCHING and unit.ticket is not None and not unit.ticket.done()
+    ticket = unit.ticket
+    return unit.state is State.FETCHING and ticket is not None and not ticket.done()
 
 
 def _why(unit: Unit) -> str:

@@ -41,6 +41,7 @@ from offload.training.parameter import OffloadedParameter, ResidentParameter, re
 from offload.training.residency import Residency
 from offload.training.saved import packing
 from offload.training.state import StateStore, follow_weights, member_span, set_master
+from offload.training.steps import StepMeter
 from offload.training.transfers import Transfers
 from offload.training.update import PendingUpdate, UnitUpdate, bytes_to_disk
 from offload.training.waiting import waiting
@@ -63,6 +64,7 @@ class Parts:
     delivery: Delivery
     meter: WriteMeter | None  # of what is written to disk; None where nothing is
     update_thread: Worker
+    steps: StepMeter
     pinned: bool
     close: Callable[[], None]  # threads, files and page locks; must not refer to the runtime
 
@@ -77,6 +79,7 @@ class Frame:
     packing: AbstractContextManager[object]
     fast_attention: bool  # torch's setting before, see Note [One path through attention]
     ended: bool = False  # its saved-tensor hooks are off the stack
+    computing: AbstractContextManager[object] | None = None  # entered last, left first
 
 
 attached: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
@@ -187,6 +190,10 @@ class Runtime:
         self._frames.append(frame)
         torch.backends.mha.set_fastpath_enabled(False)
         self._residency.prefetch(torch.is_grad_enabled())
+        if not touch:
+            computing = self.parts.steps.computing(units[0].name if units else "model")
+            computing.__enter__()
+            frame.computing = computing
         return frame
 
     def after_forward(self, frame: Frame) -> None:
@@ -194,6 +201,9 @@ class Runtime:
         if frame not in self._frames:
             return  # recovered already
         torch.backends.mha.set_fastpath_enabled(frame.fast_attention)
+        computing, frame.computing = frame.computing, None
+        if computing is not None:
+            computing.__exit__(None, None, None)
         if not frame.ended:
             frame.ended = True
             frame.packing.__exit__(None, None, None)
@@ -364,13 +374,15 @@ class Runtime:
         """Wait for the update that was promised; one that failed is finished, or raises again while the fault lasts."""
         with self._waiting_for_update() as pending:
             if pending is not None:
-                pending.finish(self.parts.update_thread)
+                with self.parts.steps.waiting("update", "all"):
+                    pending.finish(self.parts.update_thread)
 
     def settle_unit(self, unit: Unit) -> None:
         """As :meth:`settle`, until the weights of ``unit`` may be used."""
         with self._waiting_for_update() as pending:
-            if pending is not None:
-                pending.finish_unit(unit, self.parts.update_thread)
+            if pending is not None and unit.pending:
+                with self.parts.steps.waiting("update", unit.name):
+                    pending.finish_unit(unit, self.parts.update_thread)
 
     @contextmanager
     def _waiting_for_update(self) -> Iterator[PendingUpdate | None]:
@@ -459,7 +471,9 @@ class Runtime:
         with self._residency.borrow(region, unit.name):
             for first in range(0, rows, count):
                 last = min(rows, first + count)
-                yield first, last, self.parts.transfers.fetch_rows(unit, region, first, last)
+                with self.parts.steps.waiting("fetch", unit.name):
+                    tile = self.parts.transfers.fetch_rows(unit, region, first, last)
+                yield first, last, tile
 
     def host_copy(self, unit: Unit) -> torch.Tensor:
         """TileSource: the unit's flat weights, read from their home into host memory of their own."""

@@ -277,13 +277,14 @@ class PendingUpdate:
         master, exp_avg, exp_avg_sq = block.parts(buffer, block.span.count)
         parts = [(p, rule) for span, rule in update.pieces if (p := block.span.overlap(span))]
         start = time.monotonic_ns()
-        for part, rule in parts[item.applied :]:
-            at = slice(part.start - block.span.start, part.end - block.span.start)
-            gradient, out = update.gradient[part.start : part.end], weights[part.start : part.end]
-            rule.apply(master[at], gradient, exp_avg[at], exp_avg_sq[at], out)
-            item.applied += 1
-        elements = sum(part.count for part, _ in parts)
-        self.lanes["adam"].record(start, time.monotonic_ns(), elements * (24 + 2 * update.unit.dtype.itemsize))
+        with self.device.range(f"update {update.unit.name}"):
+            for part, rule in parts[item.applied :]:
+                at = slice(part.start - block.span.start, part.end - block.span.start)
+                gradient, out = update.gradient[part.start : part.end], weights[part.start : part.end]
+                rule.apply(master[at], gradient, exp_avg[at], exp_avg_sq[at], out)
+                item.applied += 1
+        nbytes = sum(part.count for part, _ in parts) * (24 + 2 * update.unit.dtype.itemsize)
+        self.lanes["adam"].record(start, time.monotonic_ns(), nbytes, update.unit.name)
 
 
 def merged(pieces: list[tuple[Span, UpdateRule]]) -> list[tuple[Span, UpdateRule]]:

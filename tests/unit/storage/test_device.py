@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -58,6 +59,19 @@ def test_there_and_back(device: Device) -> None:
     sent[128:228] = part
     assert torch.equal(got, sent)
     region.release()
+
+
+def test_marks_are_instants_in_order(device: Device) -> None:
+    begin = time.monotonic_ns()
+    device.anchor()
+    first = device.mark()
+    with device.range("a unit, {in braces}"):
+        second = device.mark()
+    device.anchor()
+    times = device.when(first), device.when(second)
+    assert times[0] is not None
+    assert times[1] is not None
+    assert begin <= times[0] <= times[1]
 
 
 def test_a_storage_object_outlives_its_memory(device: Device) -> None:

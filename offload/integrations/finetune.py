@@ -144,7 +144,7 @@ class FinetuneRun:
         for _ in range(config.steps):
             if stop:
                 break
-            step_start, step_lanes = time.perf_counter(), self._lanes()
+            step_start, step_lanes = time.perf_counter(), self._lanes(wait=False)
             lr = optimizer.param_groups[0]["lr"]
             loss_sum = torch.zeros((), device=device)
             for _ in range(config.grad_accum):
@@ -159,18 +159,22 @@ class FinetuneRun:
             scaler.update()
             optimizer.zero_grad()
             schedule.step()
+            measured = offload.stats(model, wait=False).step  # waiting here would hide nothing of the update
+            if measured is not None:
+                report.count(measured.as_dict())
             figures = StepFigures(
                 loss=loss_sum.item() / config.grad_accum,
                 lr=lr,
                 grad_norm=norm,
                 seconds=time.perf_counter() - step_start,
                 tokens=config.tokens_per_step,
-                lanes={name: lane.bytes for name, lane in self._lanes(step_lanes).items()},
+                lanes={name: lane.bytes for name, lane in self._lanes(step_lanes, wait=False).items()},
+                bound="" if measured is None else measured.bound,
             )
             report.steps.append(figures)
             self.progress.step(figures)
-        report.seconds = time.perf_counter() - start
         report.lanes = self._lanes(before)
+        report.seconds = time.perf_counter() - start
         report.skipped_steps = optimizer.skipped_steps
 
     def _loss(self, ids: torch.Tensor) -> torch.Tensor:
@@ -205,7 +209,7 @@ class FinetuneRun:
         offload.save_pretrained(self.model, self.config.out)
         self.tokenizer.save_pretrained(self.config.out)
 
-    def _lanes(self, since: dict[str, LaneFigures] | None = None) -> dict[str, LaneFigures]:
+    def _lanes(self, since: dict[str, LaneFigures] | None = None, wait: bool = True) -> dict[str, LaneFigures]:
         import offload
 
         zero, since = LaneFigures(0, 0.0), since or {}
@@ -213,7 +217,7 @@ class FinetuneRun:
             name: LaneFigures(
                 lane.bytes - since.get(name, zero).bytes, max(0.0, lane.busy_s - since.get(name, zero).busy_s)
             )
-            for name, lane in offload.stats(self.model).lanes.items()
+            for name, lane in offload.stats(self.model, wait=wait).lanes.items()
         }
 
     def _device(self) -> torch.device:

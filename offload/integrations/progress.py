@@ -19,7 +19,7 @@ _LANES = {"nvme_read": "nvme read", "nvme_write": "nvme write", "h2d": "to gpu",
 @dataclass(frozen=True)
 class StepFigures:
     """One step: its mean loss, the learning rate used, gradient norm before clipping (None: not clipped), wall time,
-    and the bytes that were counted on each lane while it ran.
+    the bytes that were counted on each lane while it ran, and what it was bound by ("nvme write, 93 %"; "": not known).
     """
 
     loss: float
@@ -28,6 +28,7 @@ class StepFigures:
     seconds: float
     tokens: int
     lanes: Mapping[str, int]
+    bound: str = ""
 
 
 class Progress:
@@ -67,14 +68,15 @@ class Progress:
             return
         rate = figures.tokens / figures.seconds if figures.seconds > 0 else 0.0
         moved = ", ".join(f"{_LANES[n]} {format_size(b)}" for n, b in self._lanes.items() if n in _LANES and b)
+        bound = f", bound by {figures.bound}" if figures.bound else ""
         if self._stream.isatty():
-            self._show_bar(f"loss {figures.loss:.4f}, {rate:.0f} tokens/s" + (f", {moved}" if moved else ""))
+            self._show_bar(f"loss {figures.loss:.4f}, {rate:.0f} tokens/s{bound}" + (f", {moved}" if moved else ""))
             return
         now = time.monotonic()
         if now - self._last_line >= _SECONDS_BETWEEN_LINES or self._done == self._steps:
             self._last_line = now
             line = f"step {self._done}/{self._steps}: loss {figures.loss:.4f}, lr {figures.lr:.2e}, {rate:.0f} tokens/s"
-            print(line + (f"; so far {moved}" if moved else ""), file=self._stream, flush=True)
+            print(line + bound + (f"; so far {moved}" if moved else ""), file=self._stream, flush=True)
 
     def _show_bar(self, text: str) -> None:
         from tqdm import tqdm  # type: ignore[import-untyped]  # it ships no types

@@ -48,6 +48,7 @@ class RunReport:
         seconds: wall time of training alone: no loading, evaluation or saving.
         stopped_by: "SIGINT" or "SIGTERM" if a signal ended the run before its last step.
         phases: wall seconds of the other parts of the run.
+        measured_steps, sum_of_steps: how many steps :meth:`count` was told of, and the sum of their numbers.
     """
 
     settings: dict[str, Any]
@@ -63,6 +64,22 @@ class RunReport:
     skipped_steps: int = 0
     stopped_by: str | None = None
     phases: dict[str, float] = field(default_factory=dict)
+    measured_steps: int = 0
+    sum_of_steps: dict[str, Any] = field(default_factory=dict)
+
+    def count(self, numbers: Mapping[str, Any]) -> None:
+        """Take the numbers of one step (``offload.stats(model).step.as_dict()``)."""
+        self.measured_steps += 1
+        _add(self.sum_of_steps, numbers)
+
+    @property
+    def mean_step(self) -> dict[str, Any] | None:
+        """Seconds, lanes, waits and floors of the mean step, and what it was bound by; None if none was measured."""
+        if not self.measured_steps:
+            return None
+        mean = _divided(self.sum_of_steps, self.measured_steps)
+        bound = max(mean["floors"], key=mean["floors"].__getitem__)
+        return {**mean, "bound_by": bound, "fraction": mean["floors"][bound] / mean["seconds"]}
 
     @property
     def tokens_per_s(self) -> float:
@@ -87,6 +104,7 @@ class RunReport:
             "skipped_steps": self.skipped_steps,
             "stopped_by": self.stopped_by,
             "phases": self.phases,
+            "mean_step": self.mean_step,
             "steps": [{**vars(step), "lanes": dict(step.lanes)} for step in self.steps],
             "arguments": self.settings,
             "versions": versions(),
@@ -99,6 +117,18 @@ class RunReport:
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         aside.write_text(json.dumps(self.as_json(), indent=1, default=str) + "\n", encoding="utf-8")
         aside.replace(path)
+
+
+def _add(total: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for name, value in more.items():
+        if isinstance(value, Mapping):
+            _add(total.setdefault(name, {}), value)
+        else:
+            total[name] = total.get(name, 0) + value
+
+
+def _divided(total: Mapping[str, Any], count: int) -> dict[str, Any]:
+    return {n: _divided(v, count) if isinstance(v, Mapping) else v / count for n, v in total.items()}
 
 
 def peak_rss_bytes() -> int:

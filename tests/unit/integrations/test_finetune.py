@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import signal
@@ -201,7 +202,7 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_progress_in_a_terminal_is_a_bar_with_loss_rate_and_bytes() -> None:
+def test_progress_in_a_terminal_is_a_bar_with_loss_rate_bound_and_bytes() -> None:
     import io
 
     class Terminal(io.StringIO):
@@ -209,18 +210,20 @@ def test_progress_in_a_terminal_is_a_bar_with_loss_rate_and_bytes() -> None:
             return True
 
     figures = StepFigures(1.25, 1e-4, 0.5, 2.0, 1024, {"nvme_read": 3 << 20, "h2d": 0})
+    bound = dataclasses.replace(figures, bound="nvme read, 93 %")
     terminal, pipe, nothing = Terminal(), io.StringIO(), io.StringIO()
     for stream, quiet in ((terminal, False), (pipe, False), (nothing, True)):
         with Progress(2, quiet=quiet, stream=stream) as progress:
             progress.step(figures)
             progress.say("a line")
-            progress.step(figures)
+            progress.step(bound)
     assert "2/2" in terminal.getvalue()
-    assert "loss 1.2500, 512 tokens/s, nvme read 6.0 MiB" in terminal.getvalue()
+    assert "loss 1.2500, 512 tokens/s, nvme read 3.0 MiB" in terminal.getvalue()
+    assert "loss 1.2500, 512 tokens/s, bound by nvme read, 93 %, nvme read 6.0 MiB" in terminal.getvalue()
     assert "a line" in terminal.getvalue()
     assert pipe.getvalue().splitlines() == [
         "step 1/2: loss 1.2500, lr 1.00e-04, 512 tokens/s; so far nvme read 3.0 MiB",
         "a line",
-        "step 2/2: loss 1.2500, lr 1.00e-04, 512 tokens/s; so far nvme read 6.0 MiB",
+        "step 2/2: loss 1.2500, lr 1.00e-04, 512 tokens/s, bound by nvme read, 93 %; so far nvme read 6.0 MiB",
     ]
     assert nothing.getvalue() == ""

@@ -17,6 +17,7 @@ import offload
 from offload.lanes import Lanes
 from offload.storage.simulated import SimulatedDevice
 from offload.timeline import tracing
+from offload.training.runtime import runtime_of_model
 from tests.loops import TIERS, adamw, assert_same, masters, run_checked, train, wrap
 from tests.models import LLAMA_TIED_TASK as TASK
 
@@ -30,16 +31,15 @@ def events(path: Path) -> list[dict[str, Any]]:
 def test_a_traced_run_has_the_same_bits_and_events_for_every_byte(
     tiers: tuple[str, ...], device: str | None, tmp_path: Path
 ) -> None:
-    def run(path: Path | None) -> tuple[list[float], dict[str, Tensor], offload.training.inspect.Stats]:
+    def run(path: Path | None) -> tuple[list[float], dict[str, Tensor], Lanes]:
         with nullcontext() if path is None else offload.trace(path):
             model = wrap(TASK.model(), tiers, tmp_path, device=device)
             losses = train(model, adamw(model), TASK.batches(3), TASK.loss, clip=1.0)
-            stats = offload.stats(model)
-        weights = masters(model)
-        offload.unwrap(model)
-        return losses, weights, stats
+            weights, lanes = masters(model), runtime_of_model(model).lanes
+            offload.unwrap(model)  # nothing is under way any more
+        return losses, weights, lanes
 
-    losses, weights, stats = run(tmp_path / "trace.json")
+    losses, weights, lanes = run(tmp_path / "trace.json")
     assert not tracing()
     plain_losses, plain_weights, _ = run(None)
     assert losses == plain_losses
@@ -49,12 +49,10 @@ def test_a_traced_run_has_the_same_bits_and_events_for_every_byte(
     moved = Counter[str]()
     for event in found:
         moved[event["cat"]] += event["args"].get("bytes", 0)
-    assert {n: moved[n] for n in stats.lanes} == {n: lane.bytes for n, lane in stats.lanes.items()}
+    assert {n: moved[n] for n in lanes} == {n: lane.bytes for n, lane in lanes.items()}
     rows = {e["cat"] for e in found}
     assert {"compute", "step", "adam"} <= rows
-    assert rows - set(stats.lanes) - {"compute", "step"} <= {
-        f"wait: {c}" for c in ("fetch", "room", "update", "gradient")
-    }
+    assert rows - set(lanes) - {"compute", "step"} <= {f"wait: {c}" for c in ("fetch", "room", "update", "gradient")}
     computed = [e["name"] for e in found if e["cat"] == "compute"]
     assert computed.count("model") == 3
     assert len(set(computed)) > 3
@@ -75,7 +73,7 @@ def test_the_figures_of_a_step_add_up(tmp_path: Path) -> None:
             assert 0 < step.fraction <= 1 + 1e-9
             assert step.floors[step.bound_by] == max(step.floors.values())
             assert str(step) == f"bound by {step.bound_by.replace('_', ' ')}, {100 * step.fraction:.0f} % of its floor"
-            names = {unit.name for unit in offload.training.runtime.runtime_of_model(model).units}
+            names = {unit.name for unit in runtime_of_model(model).units}
             assert {name for name, _, _ in step.longest_waits} <= names | {"all"}
         TASK.loss(model, batch).backward()
         optimizer.step()

@@ -41,8 +41,9 @@ from offload.training.hooks import attach
 from offload.training.moving import copy_values, fill_home, give_back, move_in, move_out, originals
 from offload.training.optimizer import refuse_foreign
 from offload.training.parameter import OffloadedParameter, ResidentParameter
+from offload.training.parts import Parts
 from offload.training.residency import Residency
-from offload.training.runtime import Parts, Runtime, attached, runtime_of_model
+from offload.training.runtime import Runtime, attached, runtime_of_model
 from offload.training.state import STATE_BYTES, StateStore
 from offload.training.steps import StepMeter
 from offload.training.tracing import trace_as_environment_says, write_trace_of_environment

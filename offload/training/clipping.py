@@ -32,5 +32,5 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
         if gradient is not None:
             total += sum_squares(gradient)
     norm = math.sqrt(total) if total >= 0 else math.nan
-    runtime.set_clip_factor(listed, min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan)
+    runtime.clip_factors.set(listed, min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan)
     return torch.tensor(norm, dtype=torch.float64, device="cpu")

@@ -108,11 +108,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         mine = [p for group in self.param_groups for p in group["params"]]
         if not self._finite(runtime, mine):
             self.skipped_steps += 1
-            runtime.forget_clip_factors(mine)
+            runtime.clip_factors.forget(mine)
             return loss
         updates = self._collect(runtime)
-        runtime.allow(updates)
-        runtime.forget_clip_factors(mine)
+        runtime.promises.allow(updates)
+        runtime.clip_factors.forget(mine)
         if updates:
             runtime.promise(updates)
         return loss
@@ -128,10 +128,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _finite(runtime: Runtime, parameters: list[nn.Parameter]) -> bool:
-        if not all(math.isfinite(runtime.clip_factor(p)) for p in parameters):
+        if not all(math.isfinite(runtime.clip_factors.of(p)) for p in parameters):
             return False
         for parameter in parameters:
-            if runtime.norm_was_taken(parameter):
+            if runtime.clip_factors.norm_was_taken(parameter):
                 continue
             gradient = runtime.gradients.get(*runtime.place_of(parameter))
             if gradient is not None and not math.isfinite(sum_squares(gradient)):
@@ -154,7 +154,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                         "anew; step that one, or build a new one for all parameters"
                     )
                 runtime.prepare_state(unit, member)
-                rule = self._rule(group, member.step + 1, runtime.clip_factor(parameter))
+                rule = self._rule(group, member.step + 1, runtime.clip_factors.of(parameter))
                 due.setdefault(unit, []).append(member)
                 if member.slot.numel:
                     slot = member.slot

@@ -10,63 +10,32 @@ fused path is off while a wrapped model runs, whatever the budgets.
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload.errors import BudgetError, OffloadError
-from offload.lanes import Lanes
 from offload.sharding.layout import Span
 from offload.sharding.unit import Member, Unit
 from offload.sizes import PAGE
-from offload.storage.device import Device
 from offload.storage.memory import HostMemory
-from offload.storage.staging import StagingPool
-from offload.storage.tiers import Tier
-from offload.storage.wear import WriteMeter
 from offload.training import tiled
-from offload.training.delivery import Delivery
+from offload.training.callers import in_a_gradient_transform, in_a_module
+from offload.training.clip_factors import ClipFactors
 from offload.training.functions import RAW_GRAD, SET_RAW_GRAD
-from offload.training.gradients import Gradients
 from offload.training.parameter import OffloadedParameter, ResidentParameter, register, unregister
-from offload.training.residency import Residency
+from offload.training.parts import Parts
+from offload.training.promises import Promises
 from offload.training.saved import packing
-from offload.training.state import StateStore, follow_weights, member_span, set_master
-from offload.training.steps import StepMeter
-from offload.training.transfers import Transfers
-from offload.training.update import PendingUpdate, UnitUpdate, bytes_to_disk
+from offload.training.state import follow_weights, member_span, set_master
+from offload.training.update import UnitUpdate
 from offload.training.waiting import waiting
-from offload.training.worker import Worker
-
-
-@dataclass
-class Parts:
-    """What a runtime is made of; put together by :func:`offload.wrap`."""
-
-    units: list[Unit]
-    device: Device
-    tiers: dict[str, Tier]
-    lanes: Lanes
-    residency: Residency
-    transfers: Transfers
-    gradients: Gradients
-    state: StateStore
-    delivery_buffers: StagingPool | None
-    delivery: Delivery
-    meter: WriteMeter | None  # of what is written to disk; None where nothing is
-    update_thread: Worker
-    steps: StepMeter
-    pinned: bool
-    close: Callable[[], None]  # threads, files and page locks; must not refer to the runtime
 
 
 @dataclass(eq=False)
@@ -104,7 +73,6 @@ class Runtime:
         self.units, self.device, self.tiers, self.lanes = parts.units, parts.device, parts.tiers, parts.lanes
         self.state, self.gradients = parts.state, parts.gradients
         self.closed = False
-        self._process = os.getpid()
         self.handles: list[Any] = []  # of the hooks on the model
         self._residency = parts.residency
         self._frames: list[Frame] = []
@@ -112,9 +80,9 @@ class Runtime:
         self._versions: dict[int, list[int]] = {}
         self._unfollowed: set[int] = set()  # units with writes that have not reached home and masters
         self._places = {id(m.parameter): (u, i) for u in self.units for i, m in enumerate(u.members)}
-        self._pending: PendingUpdate | None = None
-        # By parameter (its id): the factor, and the version of the gradient that it was made from.
-        self._clip_factors: dict[int, tuple[float, int]] = {}
+        self.promises = Promises(parts)
+        gradients, places = parts.gradients, self._places  # not self: nothing is to hold the runtime but the model
+        self.clip_factors = ClipFactors(lambda p: gradients.get(*places[id(p)]))
         self._finalizer = weakref.finalize(self, _close, [u.region.key for u in self.units], parts.close)
         for unit in self.units:
             register(self, unit)
@@ -155,7 +123,7 @@ class Runtime:
 
     def _are_abandoned(self) -> bool:
         here = threading.get_ident()
-        return bool(self._frames) and all(not f.touch and f.thread == here for f in self._frames) and not _in_a_module()
+        return bool(self._frames) and all(not f.touch and f.thread == here for f in self._frames) and not in_a_module()
 
     def before_forward(self, units: Sequence[Unit], touch: bool = False) -> Frame:
         """The module's units become resident and stay; what autograd saves of them is packed."""
@@ -169,7 +137,7 @@ class Runtime:
                 "expected one thread at a time in an offloaded model, found another one inside it; use a lock around "
                 "forward, or a model for each thread"
             )
-        if _in_a_gradient_transform() and not all(u.permanent for u in units):
+        if in_a_gradient_transform() and not all(u.permanent for u in units):
             raise NotImplementedError(
                 "torch.func.grad, vjp and jvp of an offloaded model: they take no saved-tensor hooks, and its weights "
                 "come by these. Use torch.autograd.grad or torch.autograd.functional, or a gpu budget for all weights"
@@ -235,7 +203,7 @@ class Runtime:
         try:
             self._residency.use(unit, training=torch.is_grad_enabled(), pin=True)
         except BudgetError:
-            if self._pending is None:
+            if not self.promises.exist:
                 raise
             self.settle()  # an update that failed holds room; if it cannot be finished, that is the error to see
             self._residency.use(unit, training=torch.is_grad_enabled(), pin=True)
@@ -301,8 +269,7 @@ class Runtime:
         self.accept_gradient(parameter)  # there is something to take only after an interrupt in backward
         unit, index = self.place_of(parameter)
         gradient = self.gradients.get(unit, index)
-        under_way = unit.pending and self._pending is not None and not self._pending.failed
-        return waiting(gradient, self, unit) if gradient is not None and under_way else gradient
+        return waiting(gradient, self, unit) if gradient is not None and self.promises.under_way(unit) else gradient
 
     def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
         """Owner: replace it, or (None) leave the parameter out of the next update."""
@@ -310,7 +277,7 @@ class Runtime:
         if value is not None:
             self.settle_unit(unit)
         else:
-            self._clip_factors.pop(id(parameter), None)  # the gradient it was made from is gone
+            self.clip_factors.forget([parameter])  # the gradient it was made from is gone
             with torch._C.DisableTorchFunctionSubclass():
                 SET_RAW_GRAD(parameter, None)  # what an interrupt kept from being taken over
         with torch.no_grad():
@@ -318,90 +285,18 @@ class Runtime:
 
     # Update
 
-    def allow(self, updates: list[UnitUpdate]) -> None:
-        """Raise WriteBudgetError if they would write more to disk than the user allows."""
-        if self.parts.meter is not None:
-            self.parts.meter.require(bytes_to_disk(updates))
-
     def promise(self, updates: list[UnitUpdate]) -> None:
-        """Begin an update, in the order in which the next forward will need it. If it fails, it stays promised,
-        together with the gradients it needs; see Note [A step is whole].
-
-        Step counts change on the update thread, which Ctrl-C does not reach: the step is taken or not. Where nothing
-        could hide it, or somebody holds a unit, the update is done when this returns.
-        """
+        """See :meth:`Promises.promise`."""
         self.undo_abandoned()
-
-        def begin() -> None:
-            for update in updates:
-                for member in update.members:
-                    member.step += 1
-
-        p = self.parts
-        order = {index: place for place, index in enumerate(self._residency.stepped())}
-        updates.sort(key=lambda u: order.get(u.unit.index, len(order)))
-        with torch._C.DisableTorchFunctionSubclass():
-            torch.autograd.graph.increment_version([m.parameter for u in updates for m in u.members])
-        hidden = not p.device.host_visible or bytes_to_disk(updates) > 0
-        self._pending = PendingUpdate(updates, p.device, p.residency, p.state.staging, p.delivery, p.lanes, begin)
-        self._pending.start(p.update_thread)
-        if not hidden or any(u.pins for u in self.units):
-            self.settle()
-
-    def set_clip_factor(self, parameters: Iterable[Any], factor: float) -> None:
-        """Multiply these gradients by this in their next update, in the pass that reads them anyway; NaN forbids it."""
-        for parameter in parameters:
-            self._clip_factors[id(parameter)] = (factor, self._gradient_version(parameter))
-
-    def clip_factor(self, parameter: nn.Parameter) -> float:
-        return self._clip_factors.get(id(parameter), (1.0, 0))[0]
-
-    def forget_clip_factors(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Their update was promised or left out."""
-        for parameter in parameters:
-            self._clip_factors.pop(id(parameter), None)
-
-    def norm_was_taken(self, parameter: nn.Parameter) -> bool:
-        """Is its gradient the one whose (finite) norm clipping has taken?"""
-        found = self._clip_factors.get(id(parameter))
-        return found is not None and found[1] == self._gradient_version(parameter)
-
-    def _gradient_version(self, parameter: nn.Parameter) -> int:
-        gradient = self.gradients.get(*self.place_of(parameter))
-        return -1 if gradient is None else gradient._version
+        self.promises.promise(updates)
 
     def settle(self) -> None:
-        """Wait for the update that was promised; one that failed is finished, or raises again while the fault lasts."""
-        with self._waiting_for_update() as pending:
-            if pending is not None:
-                with self.parts.steps.waiting("update", "all"):
-                    pending.finish(self.parts.update_thread)
+        """See :meth:`Promises.settle`."""
+        self.promises.settle()
 
     def settle_unit(self, unit: Unit) -> None:
-        """As :meth:`settle`, until the weights of ``unit`` may be used."""
-        with self._waiting_for_update() as pending:
-            if pending is not None and unit.pending:
-                with self.parts.steps.waiting("update", unit.name):
-                    pending.finish_unit(unit, self.parts.update_thread)
-
-    @contextmanager
-    def _waiting_for_update(self) -> Iterator[PendingUpdate | None]:
-        if os.getpid() != self._process:
-            raise OffloadError(
-                "this process is a fork of the one that wrapped the model: its copy and I/O threads are not here. "
-                "Use the model in the parent, or wrap it in the child"
-            )
-        pending = self._pending
-        try:
-            yield pending
-        except Exception:
-            if pending is not None:  # its gradients are its own now: who looks for them after an error finds none
-                for update in pending.updates:
-                    buffer = self.gradients.buffer(update.unit)
-                    buffer.present = [False] * len(buffer.present)
-            raise
-        if pending is not None and pending.over:
-            self._pending = None
+        """See :meth:`Promises.settle_unit`."""
+        self.promises.settle_unit(unit)
 
     # Looking and writing from outside
 
@@ -539,26 +434,3 @@ def _versions(unit: Unit) -> list[int]:
     """Torch's counters of in-place changes of the unit's parameters."""
     with torch._C.DisableTorchFunctionSubclass():
         return [m.parameter._version for m in unit.members]
-
-
-_MODULE = str(nn.modules.module.__file__)
-_CALLS = ("_wrapped_call_impl", "_call_impl", "inner", "torch_dynamo_resume")  # functions there that call forward
-_COMPILER = os.path.join(os.path.dirname(torch.__file__), "_dynamo")
-
-
-def _in_a_module() -> bool:
-    """Is this thread inside a call of a module?"""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename.startswith(_COMPILER) or (code.co_filename == _MODULE and code.co_name.startswith(_CALLS)):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _in_a_gradient_transform() -> bool:
-    """Is this thread inside torch.func.grad or one of its relatives (vmap is none)?"""
-    transform = torch._C._functorch.peek_interpreter_stack()
-    kinds = torch._C._functorch.TransformType
-    return transform is not None and transform.key() in (kinds.Grad, kinds.Jvp)

@@ -40,7 +40,7 @@ def promised(model: Net, optimizer: offload.AdamW) -> Iterator[None]:
 
 
 def is_over(model: Net) -> bool:
-    pending = attached[model]._pending
+    pending = attached[model].promises._pending
     return pending is None or pending.over
 
 

@@ -1,0 +1,41 @@
+"""What the runtime of one wrapped model is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from offload.lanes import Lanes
+from offload.sharding.unit import Unit
+from offload.storage.device import Device
+from offload.storage.staging import StagingPool
+from offload.storage.tiers import Tier
+from offload.storage.wear import WriteMeter
+from offload.training.delivery import Delivery
+from offload.training.gradients import Gradients
+from offload.training.residency import Residency
+from offload.training.state import StateStore
+from offload.training.steps import StepMeter
+from offload.training.transfers import Transfers
+from offload.training.worker import Worker
+
+
+@dataclass
+class Parts:
+    """Put together by :func:`offload.wrap`."""
+
+    units: list[Unit]
+    device: Device
+    tiers: dict[str, Tier]
+    lanes: Lanes
+    residency: Residency
+    transfers: Transfers
+    gradients: Gradients
+    state: StateStore
+    delivery_buffers: StagingPool | None
+    delivery: Delivery
+    meter: WriteMeter | None  # of what is written to disk; None where nothing is
+    update_thread: Worker
+    steps: StepMeter
+    pinned: bool
+    close: Callable[[], None]  # threads, files and page locks; must not refer to the runtime

@@ -1,0 +1,94 @@
+"""The update that ``step()`` promised: begun, waited for, and finished by whoever looks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from offload.errors import OffloadError
+from offload.sharding.unit import Unit
+from offload.training.parts import Parts
+from offload.training.update import PendingUpdate, UnitUpdate, bytes_to_disk
+
+
+class Promises:
+    """Of one model; at most one update is under way."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._process = os.getpid()
+        self._pending: PendingUpdate | None = None
+
+    @property
+    def exist(self) -> bool:
+        """Is an update under way, or waiting to be finished?"""
+        return self._pending is not None
+
+    def under_way(self, unit: Unit) -> bool:
+        """Is ``unit`` being updated, with no error known?"""
+        return unit.pending and self._pending is not None and not self._pending.failed
+
+    def allow(self, updates: list[UnitUpdate]) -> None:
+        """Raise WriteBudgetError if they would write more to disk than the user allows."""
+        if self._parts.meter is not None:
+            self._parts.meter.require(bytes_to_disk(updates))
+
+    def promise(self, updates: list[UnitUpdate]) -> None:
+        """Begin an update, in the order in which the next forward will need it. If it fails, it stays promised,
+        together with the gradients it needs; see Note [A step is whole].
+
+        Step counts change on the update thread, which Ctrl-C does not reach: the step is taken or not. Where nothing
+        could hide it, or somebody holds a unit, the update is done when this returns.
+        """
+
+        def begin() -> None:
+            for update in updates:
+                for member in update.members:
+                    member.step += 1
+
+        p = self._parts
+        order = {index: place for place, index in enumerate(p.residency.stepped())}
+        updates.sort(key=lambda u: order.get(u.unit.index, len(order)))
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.autograd.graph.increment_version([m.parameter for u in updates for m in u.members])
+        hidden = not p.device.host_visible or bytes_to_disk(updates) > 0
+        self._pending = PendingUpdate(updates, p.device, p.residency, p.state.staging, p.delivery, p.lanes, begin)
+        self._pending.start(p.update_thread)
+        if not hidden or any(u.pins for u in p.units):
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the update that was promised; one that failed is finished, or raises again while the fault lasts."""
+        with self._waiting_for_update() as pending:
+            if pending is not None:
+                with self._parts.steps.waiting("update", "all"):
+                    pending.finish(self._parts.update_thread)
+
+    def settle_unit(self, unit: Unit) -> None:
+        """As :meth:`settle`, until the weights of ``unit`` may be used."""
+        with self._waiting_for_update() as pending:
+            if pending is not None and unit.pending:
+                with self._parts.steps.waiting("update", unit.name):
+                    pending.finish_unit(unit, self._parts.update_thread)
+
+    @contextmanager
+    def _waiting_for_update(self) -> Iterator[PendingUpdate | None]:
+        if os.getpid() != self._process:
+            raise OffloadError(
+                "this process is a fork of the one that wrapped the model: its copy and I/O threads are not here. "
+                "Use the model in the parent, or wrap it in the child"
+            )
+        pending = self._pending
+        try:
+            yield pending
+        except Exception:
+            if pending is not None:  # its gradients are its own now: who looks for them after an error finds none
+                for update in pending.updates:
+                    buffer = self._parts.gradients.buffer(update.unit)
+                    buffer.present = [False] * len(buffer.present)
+            raise
+        if pending is not None and pending.over:
+            self._pending = None

@@ -23,6 +23,7 @@ namespace {
 using std::size_t;
 using std::uint16_t;
 using std::uint32_t;
+using std::uint64_t;
 
 inline uint32_t bits_of(float x) {
   uint32_t u;
@@ -42,6 +43,7 @@ struct F32 {
   using Stored = float;
   static float load(float x) { return x; }
   static float store(float x) { return x; }
+  static float store_moment(float x, uint32_t) { return x; }
 };
 
 struct BF16 {  // the upper half of an fp32
@@ -54,6 +56,14 @@ struct BF16 {  // the upper half of an fp32
     const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
     const uint32_t quiet = (u >> 16) | 0x40u;
     return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+  }
+  // Stochastic rounding: up with the probability that the dropped half stands for, by the low half of `random`.
+  // What is finite stays finite: above the largest finite value the rest is cut off. So it is of an infinity or a NaN,
+  // which stays one, since arithmetic gives quiet ones, whose mark is in the upper half.
+  static uint16_t store_moment(float x, uint32_t random) {
+    const uint32_t u = bits_of(x);
+    const uint32_t up = (u & 0x7fffffffu) < 0x7f7f0000u ? random & 0xffffu : 0u;
+    return static_cast<uint16_t>((u + up) >> 16);
   }
 };
 
@@ -86,6 +96,35 @@ struct F16 {  // 1 sign, 5 exponent (bias 15), 10 fraction bits
   }
 };
 
+// Note [Random bits by counting]
+// Which way a moment is rounded is decided by a hash of the step, the element's number in its model and nothing else,
+// so it does not depend on where the element lives, nor on who computes it when. The hash is a finaliser of the
+// murmur3 kind: shifts, exclusive-ors and two odd multipliers (a pair known for its small bias from the search of
+// C. Wellons' hash-prospector), so that each bit in changes about half of the bits out. A second key enters between the
+// multiplications, so that two steps do not see one sequence from two starts. Of its 32 bits the low half rounds
+// exp_avg, the high half exp_avg_sq.
+constexpr uint32_t kMultiply1 = 0x21f0aaadu, kMultiply2 = 0x735a2d97u;
+constexpr uint32_t kSeed1 = 0x5eed0001u, kSeed2 = 0x5eed0002u;
+
+inline uint32_t mix(uint32_t x, uint32_t key) {
+  x ^= x >> 16;
+  x *= kMultiply1;
+  x ^= x >> 15;
+  x += key;
+  x *= kMultiply2;
+  x ^= x >> 15;
+  return x;
+}
+
+struct Keys {
+  uint32_t first, second;
+};
+
+// For elements whose numbers have these upper 32 bits.
+inline Keys keys_of(uint32_t step, uint32_t upper) {
+  return {mix(mix(step, kSeed1) ^ upper, 0), mix(mix(step, kSeed2) ^ upper, 0)};
+}
+
 struct Nothing {  // no copy of the new weights is wanted
   using Stored = uint16_t;
 };
@@ -97,19 +136,21 @@ inline void put(typename Out::Stored* out, size_t i, float x) {
 template <>
 inline void put<Nothing>(uint16_t*, size_t, float) {}
 
-template <class Param, class Grad, class Out, bool decoupled>
+template <class Param, class Grad, class Out, class Moment, bool decoupled>
 void adam_loop(const offload_adam_args& a, size_t begin, size_t end) {
   typename Param::Stored* OFFLOAD_RESTRICT param = static_cast<typename Param::Stored*>(a.param);
   const typename Grad::Stored* OFFLOAD_RESTRICT grad = static_cast<const typename Grad::Stored*>(a.grad);
-  float* OFFLOAD_RESTRICT exp_avg = a.exp_avg;
-  float* OFFLOAD_RESTRICT exp_avg_sq = a.exp_avg_sq;
+  typename Moment::Stored* OFFLOAD_RESTRICT exp_avg = static_cast<typename Moment::Stored*>(a.exp_avg);
+  typename Moment::Stored* OFFLOAD_RESTRICT exp_avg_sq = static_cast<typename Moment::Stored*>(a.exp_avg_sq);
   typename Out::Stored* OFFLOAD_RESTRICT out = static_cast<typename Out::Stored*>(a.out);
   const float grad_scale = a.grad_scale, decay = a.decay;
   const float beta1 = a.beta1, one_minus_beta1 = a.one_minus_beta1;
   const float beta2 = a.beta2, one_minus_beta2 = a.one_minus_beta2;
   const float inv_sqrt_bias2 = a.inv_sqrt_bias2, eps = a.eps, step_size = a.step_size;
+  uint32_t number = static_cast<uint32_t>(a.first + begin);
+  const Keys keys = keys_of(a.step, static_cast<uint32_t>((a.first + begin) >> 32));
 
-  for (size_t i = begin; i < end; ++i) {
+  for (size_t i = begin; i < end; ++i, ++number) {
     float p = Param::load(param[i]);
     float g = Grad::load(grad[i]) * grad_scale;
     if (decoupled) {
@@ -117,59 +158,73 @@ void adam_loop(const offload_adam_args& a, size_t begin, size_t end) {
     } else {
       g = g + p * decay;
     }
-    const float m = exp_avg[i] * beta1 + g * one_minus_beta1;
-    const float v = exp_avg_sq[i] * beta2 + (g * g) * one_minus_beta2;
+    const float m = Moment::load(exp_avg[i]) * beta1 + g * one_minus_beta1;
+    const float v = Moment::load(exp_avg_sq[i]) * beta2 + (g * g) * one_minus_beta2;
     const float d = __builtin_sqrtf(v) * inv_sqrt_bias2 + eps;
     p = p - step_size * (m / d);
-    exp_avg[i] = m;
-    exp_avg_sq[i] = v;
+    const uint32_t random = mix(number ^ keys.first, keys.second);
+    exp_avg[i] = Moment::store_moment(m, random);
+    exp_avg_sq[i] = Moment::store_moment(v, random >> 16);
     param[i] = Param::store(p);
     put<Out>(out, i, p);
   }
 }
 
-template <class Param, class Grad, class Out>
+template <class Param, class Grad, class Out, class Moment>
 bool adam_decay(const offload_adam_args& a, size_t begin, size_t end) {
   if (a.decoupled) {
-    adam_loop<Param, Grad, Out, true>(a, begin, end);
+    adam_loop<Param, Grad, Out, Moment, true>(a, begin, end);
   } else {
-    adam_loop<Param, Grad, Out, false>(a, begin, end);
+    adam_loop<Param, Grad, Out, Moment, false>(a, begin, end);
   }
   return true;
 }
 
-template <class Param, class Out>
+template <class Param, class Out, class Moment>
 bool adam_grad(const offload_adam_args& a, size_t begin, size_t end) {
   switch (a.grad_dtype) {
     case OFFLOAD_F32:
-      return adam_decay<Param, F32, Out>(a, begin, end);
+      return adam_decay<Param, F32, Out, Moment>(a, begin, end);
     case OFFLOAD_BF16:
-      return adam_decay<Param, BF16, Out>(a, begin, end);
+      return adam_decay<Param, BF16, Out, Moment>(a, begin, end);
     case OFFLOAD_F16:
-      return adam_decay<Param, F16, Out>(a, begin, end);
+      return adam_decay<Param, F16, Out, Moment>(a, begin, end);
     default:
       return false;
   }
 }
 
-bool adam(const offload_adam_args& a, size_t begin, size_t end) {
+template <class Moment>
+bool adam_param(const offload_adam_args& a, size_t begin, size_t end) {
   if (a.param_dtype == OFFLOAD_F32) {
     switch (a.out_dtype) {
       case OFFLOAD_NONE:
-        return adam_grad<F32, Nothing>(a, begin, end);
+        return adam_grad<F32, Nothing, Moment>(a, begin, end);
       case OFFLOAD_F32:
-        return adam_grad<F32, F32>(a, begin, end);
+        return adam_grad<F32, F32, Moment>(a, begin, end);
       case OFFLOAD_BF16:
-        return adam_grad<F32, BF16>(a, begin, end);
+        return adam_grad<F32, BF16, Moment>(a, begin, end);
       case OFFLOAD_F16:
-        return adam_grad<F32, F16>(a, begin, end);
+        return adam_grad<F32, F16, Moment>(a, begin, end);
       default:
         return false;
     }
   }
   if (a.out_dtype != OFFLOAD_NONE) return false;
-  if (a.param_dtype == OFFLOAD_BF16) return adam_grad<BF16, Nothing>(a, begin, end);
-  if (a.param_dtype == OFFLOAD_F16) return adam_grad<F16, Nothing>(a, begin, end);
+  if (a.param_dtype == OFFLOAD_BF16) return adam_grad<BF16, Nothing, Moment>(a, begin, end);
+  if (a.param_dtype == OFFLOAD_F16) return adam_grad<F16, Nothing, Moment>(a, begin, end);
+  return false;
+}
+
+bool adam(const offload_adam_args& a, size_t begin, size_t end) {
+  // The keys of the random bits hold for one value of the upper half of the elements' numbers.
+  const uint64_t room = (uint64_t{1} << 32) - ((a.first + begin) & 0xffffffffu);
+  if (end - begin > room) {
+    const size_t middle = begin + static_cast<size_t>(room);
+    return adam(a, begin, middle) && adam(a, middle, end);
+  }
+  if (a.moment_dtype == OFFLOAD_F32) return adam_param<F32>(a, begin, end);
+  if (a.moment_dtype == OFFLOAD_BF16) return adam_param<BF16>(a, begin, end);
   return false;
 }
 

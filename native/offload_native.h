@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 // Raised whenever a struct or a signature below changes; the binding refuses any other number.
-#define OFFLOAD_ABI 3
+#define OFFLOAD_ABI 4
 OFFLOAD_API int32_t offload_abi(void);
 
 // A short English text for a code returned by a function below. Never NULL; the text is static or thread-local.
@@ -50,17 +50,24 @@ enum { OFFLOAD_NONE = 0, OFFLOAD_F32 = 1, OFFLOAD_BF16 = 2, OFFLOAD_F16 = 3 };
 //
 // param holds fp32 masters, or bf16/fp16 weights without a master. With fp32 masters, out (or NULL) receives the
 // new weights rounded to nearest even. Buffers must not overlap.
+//
+// The moments are fp32, or bf16: then m and v are rounded stochastically as they are stored, after p has been computed
+// from them. The random bits are a function of step and of the element's number first + i alone, see
+// Note [Random bits by counting] in kernels.cpp.
 typedef struct offload_adam_args {
   void* param;
   const void* grad;
-  float* exp_avg;
-  float* exp_avg_sq;
+  void* exp_avg;
+  void* exp_avg_sq;
   void* out;
   uint64_t n;
+  uint64_t first;
   int32_t param_dtype;
   int32_t grad_dtype;
   int32_t out_dtype;
+  int32_t moment_dtype;
   int32_t decoupled;
+  uint32_t step;
   float grad_scale;
   float decay;
   float beta1;

@@ -156,6 +156,7 @@ def adamw_(
     decoupled: bool = True,
     grad_scale: float = 1.0,
     out: torch.Tensor | None = None,
+    first: int = 0,
     isa: str | None = None,
     threads: int | None = None,
 ) -> None:
@@ -165,10 +166,12 @@ def adamw_(
         param: n elements of fp32 (the master weights), or of bf16 or fp16: then the update is computed in fp32
             and rounded to nearest even.
         grad: n elements of fp32, bf16 or fp16.
-        exp_avg, exp_avg_sq: n elements of fp32.
+        exp_avg, exp_avg_sq: n elements of fp32, or of bf16: then they are rounded stochastically as they are stored.
         step: number of this update, from 1.
         grad_scale: multiplies the gradient first (clipping factor times 1 / loss scale).
         out: n elements of fp32, bf16 or fp16 that receive the new weights, rounded to nearest even.
+        first: number of the first element in its model, from 0. With `step` it decides how moments of bf16 are rounded,
+            so that a part gets the same bits as the whole.
         isa, threads: instead of the defaults of `isa()` and `threads()`. The bits do not depend on them.
 
     All tensors are contiguous, on the CPU, and share no memory. Raises TypeError or ValueError when not.
@@ -176,8 +179,10 @@ def adamw_(
     """
     n = _tensor("param", param, _DTYPES, None)
     _tensor("grad", grad, _DTYPES, n)
-    _tensor("exp_avg", exp_avg, (torch.float32,), n)
-    _tensor("exp_avg_sq", exp_avg_sq, (torch.float32,), n)
+    _tensor("exp_avg", exp_avg, (torch.float32, torch.bfloat16), n)
+    _tensor("exp_avg_sq", exp_avg_sq, (exp_avg.dtype,), n)
+    if first < 0:
+        raise ValueError(f"first must be the number of an element, from 0 on, got {first}")
     if out is not None:
         _tensor("out", out, _DTYPES, n)
     _no_overlap({"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "out": out})
@@ -196,6 +201,7 @@ def adamw_(
             decoupled=decoupled,
             grad_scale=grad_scale,
             out=out,
+            first=first,
         )
         return
     scalars = torch_kernels.adam_scalars(
@@ -213,8 +219,15 @@ def adamw_(
         lib.adam(
             (*_addresses(param, grad, exp_avg, exp_avg_sq), None if fused is None else fused.data_ptr()),
             n,
-            (_DTYPES[param.dtype], _DTYPES[grad.dtype], _NONE if fused is None else _DTYPES[fused.dtype]),
+            first,
+            (
+                _DTYPES[param.dtype],
+                _DTYPES[grad.dtype],
+                _NONE if fused is None else _DTYPES[fused.dtype],
+                _DTYPES[exp_avg.dtype],
+            ),
             decoupled,
+            step,
             scalars,
             index,
             workers,

@@ -16,15 +16,16 @@ from typing import Final
 
 __all__ = ["Completion", "Library", "library", "missing"]
 
-_ABI: Final = 3
+_ABI: Final = 4
 _DIRECTORY: Final = Path(__file__).resolve().parent / "_lib"
 
 
 class _AdamArgs(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("param", "grad", "exp_avg", "exp_avg_sq", "out")),
-        ("n", ctypes.c_uint64),
-        *((name, ctypes.c_int32) for name in ("param_dtype", "grad_dtype", "out_dtype", "decoupled")),
+        *((name, ctypes.c_uint64) for name in ("n", "first")),
+        *((name, ctypes.c_int32) for name in ("param_dtype", "grad_dtype", "out_dtype", "moment_dtype", "decoupled")),
+        ("step", ctypes.c_uint32),
         *(
             (name, ctypes.c_float)
             for name in (
@@ -123,14 +124,16 @@ class Library:
         self,
         addresses: tuple[int, int, int, int, int | None],
         n: int,
-        dtypes: tuple[int, int, int],
+        first: int,
+        dtypes: tuple[int, int, int, int],
         decoupled: bool,
+        step: int,
         scalars: tuple[float, ...],
         isa: int,
         threads: int,
     ) -> None:
-        """Addresses of param, grad, exp_avg, exp_avg_sq, out; dtypes of param, grad, out; scalars as in the struct."""
-        args = _AdamArgs(*addresses, n, *dtypes, int(decoupled), *scalars)
+        """Addresses of param, grad, exp_avg, exp_avg_sq, out; dtypes of param, grad, out and moments."""
+        args = _AdamArgs(*addresses, n, first, *dtypes, int(decoupled), step & 0xFFFFFFFF, *scalars)
         self._check(self._c.offload_adam(ctypes.byref(args), isa, threads), "adamw_")
 
     def sum_squares(self, address: int, dtype: int, n: int, isa: int, threads: int) -> float:

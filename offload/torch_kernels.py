@@ -89,6 +89,7 @@ def adamw_(
     decoupled: bool = True,
     grad_scale: float = 1.0,
     out: torch.Tensor | None = None,
+    first: int = 0,
 ) -> None:
     """`offload.native.adamw_` without its checks, for contiguous tensors that are all on one device."""
     scalars = adam_scalars(
@@ -104,7 +105,7 @@ def adamw_(
     flat_out = None if out is None else out.detach().view(-1)
     for part in _chunks(param):
         p, g, m, v = (t[part] for t in flat)
-        _update(p, g, m, v, scalars, decoupled)
+        _update(p, g, m, v, scalars, decoupled, step, first + part.start)
         if flat_out is not None:
             flat_out[part].copy_(p)
 
@@ -115,7 +116,14 @@ def _chunks(tensor: torch.Tensor) -> list[slice]:
 
 
 def _update(
-    param: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, s: AdamScalars, decoupled: bool
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    s: AdamScalars,
+    decoupled: bool,
+    step: int,
+    first: int,
 ) -> None:
     # Everything is computed beside what it replaces, and copied at the end: a failed allocation leaves all as it was.
     p, g = param.float(), grad.float() * s.grad_scale
@@ -123,10 +131,11 @@ def _update(
         p = p * s.decay
     else:
         g.add_(p * s.decay)
-    new_m = (m * s.beta1).add_(g * s.one_minus_beta1)
-    new_v = (v * s.beta2).add_((g * g).mul_(s.one_minus_beta2))
+    new_m = (m.float() * s.beta1).add_(g * s.one_minus_beta1)
+    new_v = (v.float() * s.beta2).add_((g * g).mul_(s.one_minus_beta2))
     d = _sqrt(new_v).mul_(s.inv_sqrt_bias2).add_(s.eps)
     p = p - (new_m / d).mul_(s.step_size)
+    new_m, new_v = stored_moments((new_m, new_v), m.dtype, step, first)
     for old, new in ((m, new_m), (v, new_v), (param, p)):
         old.copy_(new)
 
@@ -134,6 +143,56 @@ def _update(
 def _sqrt(x: torch.Tensor) -> torch.Tensor:
     # torch's own square root on the CPU is off by one unit in the last place now and then; NumPy's and CUDA's are not.
     return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
+
+
+# Stochastic rounding of moments: see Note [Random bits by counting] in native/kernels.cpp. Here on int32, whose sums
+# and products wrap around, and whose shifts bring in the sign: it is masked out.
+_MULTIPLY = (0x21F0AAAD, 0x735A2D97)
+_SEEDS = (0x5EED0001, 0x5EED0002)
+
+
+def stored_moments(
+    moments: tuple[torch.Tensor, ...], dtype: torch.dtype, step: int, first: int
+) -> tuple[torch.Tensor, ...]:
+    """Flat fp32 moments (one or two, in the order of their slots) as they are stored in ``dtype``, fp32 or bf16.
+
+    ``step`` and ``first``, the number of the first element in its model, decide which way bf16 is rounded.
+    """
+    if dtype == torch.float32:
+        return moments
+    random = _random_words(first, moments[0].numel(), step, moments[0].device)
+    return tuple(_round(x, random >> 16 * slot) for slot, x in enumerate(moments))
+
+
+def _random_words(first: int, count: int, step: int, device: torch.device) -> torch.Tensor:
+    upper, lower = first >> 32, first & 0xFFFFFFFF
+    room = (1 << 32) - lower
+    if count > room:  # the keys are those of one upper half
+        parts = (_random_words(first, room, step, device), _random_words(first + room, count - room, step, device))
+        return torch.cat(parts)
+    keys = [_mix(_mix(step & 0xFFFFFFFF, seed) ^ upper, 0) for seed in _SEEDS]
+    x = torch.arange(count, dtype=torch.int32, device=device).add_(_signed(lower)).bitwise_xor_(_signed(keys[0]))
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_MULTIPLY[0])
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).add_(_signed(keys[1])).mul_(_MULTIPLY[1])
+    return x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF))
+
+
+def _mix(x: int, key: int) -> int:
+    x = (x ^ x >> 16) * _MULTIPLY[0] & 0xFFFFFFFF
+    x = ((x ^ x >> 15) + key) * _MULTIPLY[1] & 0xFFFFFFFF
+    return x ^ x >> 15
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def _round(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    u = x.view(torch.int32)
+    magnitude = u & 0x7FFFFFFF
+    kept = (u >> 16).bitwise_or_((magnitude > 0x7F800000).to(torch.int32).mul_(0x40))
+    rounded = (random & 0xFFFF).add_(u).bitwise_right_shift_(16)
+    return torch.where(magnitude >= 0x7F7F0000, kept, rounded).to(torch.int16).view(torch.bfloat16)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import torch
 
 F32 = npt.NDArray[np.float32]
 U16 = npt.NDArray[np.uint16]
+BF16_MAX = 3.3895313892515355e38  # the largest finite value
 
 
 class AdamState(NamedTuple):
@@ -37,7 +38,7 @@ def adam(
     decoupled: bool = True,
     grad_scale: float = 1.0,
 ) -> AdamState:
-    """New parameters and moments; nothing is changed in place."""
+    """New parameters and moments, before these are rounded to be stored; nothing is changed in place."""
     f32 = np.float32
     b1, b2 = betas
     with np.errstate(all="ignore"):
@@ -61,6 +62,34 @@ def bf16_from_f32(x: F32) -> U16:
     up = (rest > 0x8000) | ((rest == 0x8000) & (kept & 1 == 1))
     rounded = np.where(np.isnan(x), kept | 0x40, kept + up)
     return rounded.astype(np.uint16)
+
+
+def random_words(first: int, count: int, step: int) -> npt.NDArray[np.uint32]:
+    """32 random bits for each of the elements ``first`` ... ``first + count - 1`` of a model in this step."""
+    number = np.uint64(first) + np.arange(count, dtype=np.uint64)
+    upper, lower = (number >> np.uint64(32)).astype(np.uint32), number.astype(np.uint32)
+    zero, start = np.zeros(count, np.uint32), np.full(count, step & 0xFFFFFFFF, np.uint32)
+    key1 = mix(mix(start, zero + np.uint32(0x5EED0001)) ^ upper, zero)
+    key2 = mix(mix(start, zero + np.uint32(0x5EED0002)) ^ upper, zero)
+    return mix(lower ^ key1, key2)
+
+
+def mix(x: npt.NDArray[np.uint32], key: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """A finaliser of the murmur3 kind with a key in its middle; sums and products modulo 2**32."""
+    x = (x ^ (x >> 16)) * np.uint32(0x21F0AAAD)
+    x = ((x ^ (x >> 15)) + key) * np.uint32(0x735A2D97)
+    return x ^ (x >> 15)
+
+
+def bf16_stochastic(x: F32, random: npt.NDArray[np.uint32]) -> U16:
+    """bfloat16 at or next to x, away from zero if the dropped half and the low half of ``random`` carry.
+
+    What is finite stays finite; infinities and NaN are kept.
+    """
+    u = np.ascontiguousarray(x).view(np.uint32)
+    kept, rest = u >> 16, u & 0xFFFF
+    up = (rest + (random & 0xFFFF) >= 0x10000) & (np.abs(f32_from_bf16(kept.astype(np.uint16))) < BF16_MAX)
+    return np.where(np.isnan(x), kept | 0x40, kept + up).astype(np.uint16)
 
 
 def f32_from_bf16(h: U16) -> F32:
@@ -87,6 +116,11 @@ def from_f32(values: F32, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(values.copy())
     bits = bf16_from_f32(values) if dtype == torch.bfloat16 else f16_from_f32(values)
     return torch.from_numpy(bits.view(np.int16)).view(dtype)
+
+
+def from_bits(bits: U16) -> torch.Tensor:
+    """The bfloat16 tensor of these bits."""
+    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
 
 def crc32c(data: bytes) -> int:

@@ -36,10 +36,16 @@ float random_float() {
 struct Update {
   std::size_t item(std::int32_t dtype) const { return dtype == OFFLOAD_NONE ? 0 : dtype == OFFLOAD_F32 ? 4 : 2; }
 
-  Update(std::size_t n, std::int32_t param_dtype, std::int32_t grad_dtype, std::int32_t out_dtype, bool decoupled)
-      : param(n * item(param_dtype)), grad(n * item(grad_dtype)), m(n), v(n), out(n * item(out_dtype)) {
-    for (auto& x : m) x = random_float();
-    for (auto& x : v) x = std::fabs(random_float());
+  Update(std::size_t n, std::int32_t param_dtype, std::int32_t grad_dtype, std::int32_t out_dtype, bool decoupled,
+         std::int32_t moment_dtype = OFFLOAD_F32)
+      : param(n * item(param_dtype)),
+        grad(n * item(grad_dtype)),
+        m(n * item(moment_dtype)),
+        v(n * item(moment_dtype)),
+        out(n * item(out_dtype)) {
+    fill(m, moment_dtype);
+    fill(v, moment_dtype);
+    for (std::size_t i = item(moment_dtype) - 1; i < v.size(); i += item(moment_dtype)) v[i] &= 0x7f;  // no sign
     fill(param, param_dtype);
     fill(grad, grad_dtype);
     args = {};
@@ -49,6 +55,9 @@ struct Update {
     args.exp_avg_sq = v.data();
     args.out = out_dtype == OFFLOAD_NONE ? nullptr : out.data();
     args.n = n;
+    args.first = (std::uint64_t{1} << 32) - 10;  // the upper half of the elements' numbers changes on the way
+    args.step = 3;
+    args.moment_dtype = moment_dtype;
     args.param_dtype = param_dtype;
     args.grad_dtype = grad_dtype;
     args.out_dtype = out_dtype;
@@ -83,8 +92,8 @@ struct Update {
     const auto keep_m = m, keep_v = v;
     CHECK_EQUAL(offload_adam(&args, isa, threads), 0);
     std::string all(param.begin(), param.end());
-    all.append(reinterpret_cast<const char*>(m.data()), m.size() * 4);
-    all.append(reinterpret_cast<const char*>(v.data()), v.size() * 4);
+    all.append(m.begin(), m.end());
+    all.append(v.begin(), v.end());
     all.append(out.begin(), out.end());
     std::memcpy(param.data(), keep_param.data(), param.size());
     m = keep_m;
@@ -94,9 +103,7 @@ struct Update {
     return all;
   }
 
-  std::vector<char> param, grad;
-  std::vector<float> m, v;
-  std::vector<char> out;
+  std::vector<char> param, grad, m, v, out;
   offload_adam_args args;
 };
 
@@ -109,18 +116,22 @@ void adam_gives_the_same_bits() {
         if (param != OFFLOAD_F32 && out != OFFLOAD_NONE) continue;
         for (std::size_t n : {1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 65, 127, 1000}) {
           for (const bool decoupled : {true, false}) {
-            Update update(n, param, grad, out, decoupled);
-            const std::string expected = update.run(0, 1);
-            for (std::int32_t isa = 1; isa < offload_isa_count(); ++isa) CHECK(update.run(isa, 1) == expected);
+            for (const std::int32_t moments : {OFFLOAD_F32, OFFLOAD_BF16}) {
+              Update update(n, param, grad, out, decoupled, moments);
+              const std::string expected = update.run(0, 1);
+              for (std::int32_t isa = 1; isa < offload_isa_count(); ++isa) CHECK(update.run(isa, 1) == expected);
+            }
           }
         }
       }
     }
   }
-  Update update(kLong, OFFLOAD_F32, OFFLOAD_BF16, OFFLOAD_BF16, true);
-  const std::string expected = update.run(0, 1);
-  for (std::int32_t isa = 0; isa < offload_isa_count(); ++isa) {
-    for (const std::int32_t threads : {1, 2, 3, 9}) CHECK(update.run(isa, threads) == expected);
+  for (const std::int32_t moments : {OFFLOAD_F32, OFFLOAD_BF16}) {
+    Update update(kLong, OFFLOAD_F32, OFFLOAD_BF16, OFFLOAD_BF16, true, moments);
+    const std::string expected = update.run(0, 1);
+    for (std::int32_t isa = 0; isa < offload_isa_count(); ++isa) {
+      for (const std::int32_t threads : {1, 2, 3, 9}) CHECK(update.run(isa, threads) == expected);
+    }
   }
 }
 
@@ -189,12 +200,15 @@ void wrong_arguments_are_refused() {
   args.out_dtype = OFFLOAD_BF16;  // but no out
   CHECK_EQUAL(offload_adam(&args, 0, 1), -EINVAL);
   args = update.args;
+  args.moment_dtype = OFFLOAD_F16;
+  CHECK_EQUAL(offload_adam(&args, 0, 1), -EINVAL);
+  args = update.args;
   args.exp_avg = nullptr;
   CHECK_EQUAL(offload_adam(&args, 0, 1), -EINVAL);
   double sum = 0;
   CHECK_EQUAL(offload_sum_squares(nullptr, OFFLOAD_F32, 4, 0, 1, &sum), -EINVAL);
   CHECK_EQUAL(offload_sum_squares(nullptr, OFFLOAD_F32, 0, 0, 1, &sum), 0);
-  CHECK_EQUAL(offload_sum_squares(update.m.data(), OFFLOAD_NONE, 4, 0, 1, &sum), -EINVAL);
+  CHECK_EQUAL(offload_sum_squares(update.param.data(), OFFLOAD_NONE, 4, 0, 1, &sum), -EINVAL);
   CHECK(offload_isa_name(-1) == nullptr && offload_isa_name(99) == nullptr && offload_isa_name(0) != nullptr);
   CHECK(std::string(offload_error_text(-EINVAL)).find("nvalid") != std::string::npos);
   CHECK_EQUAL(offload_abi(), OFFLOAD_ABI);

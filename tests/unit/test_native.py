@@ -21,6 +21,7 @@ from tests import reference
 
 ISAS = list(dict.fromkeys([*native.isas(), "torch"]))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOMENTS = (torch.float32, torch.bfloat16)
 LENGTHS = (*range(1, 71), 1023, 1024, 1025, 65537)
 SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1e-40, 1.1754944e-38, 6e-8, 65519.0, 65520.0, 3e38, -3e38, math.inf, -math.inf]
 
@@ -31,7 +32,16 @@ class Case:
     GUARD = 24
 
     def __init__(
-        self, n: int, seed: int, *, param=torch.float32, grad=torch.float32, out=None, offset=0, special=False
+        self,
+        n: int,
+        seed: int,
+        *,
+        param=torch.float32,
+        grad=torch.float32,
+        out=None,
+        moments=torch.float32,
+        offset=0,
+        special=False,
     ):
         rng = np.random.default_rng(seed)
         self.n, self.offset = n, offset
@@ -47,7 +57,7 @@ class Case:
                 where = rng.random(n) < 0.5
                 values[name][where] = rng.choice([*SPECIAL, math.nan], int(where.sum()))
             values["exp_avg_sq"] = np.abs(values["exp_avg_sq"])
-        dtypes = {"param": param, "grad": grad, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+        dtypes = {"param": param, "grad": grad, "exp_avg": moments, "exp_avg_sq": moments}
         for name, dtype in dtypes.items():
             self._place(name, reference.from_f32(values[name].astype(np.float32), dtype))
         if out is not None:
@@ -65,13 +75,18 @@ class Case:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return tuple(self.view(name) for name in ("param", "grad", "exp_avg", "exp_avg_sq"))
 
-    def expected(self, **options) -> dict[str, torch.Tensor]:
+    def expected(self, first: int = 0, **options) -> dict[str, torch.Tensor]:
         param, grad, m, v = (reference.to_f32(t) for t in self.tensors())
         new = reference.adam(param, grad, m, v, **options)
         found = {name: room.clone() for name, room in self.rooms.items()}
         begin = self.GUARD - 8 + self.offset
+        random = reference.random_words(first, self.n, options["step"])
         for name, values in new._asdict().items():
-            found[name][begin : begin + self.n] = reference.from_f32(values, found[name].dtype)
+            rounded = reference.from_f32(values, found[name].dtype)
+            if name != "param" and found[name].dtype == torch.bfloat16:
+                half = random if name == "exp_avg" else random >> 16
+                rounded = reference.from_bits(reference.bf16_stochastic(values, half))
+            found[name][begin : begin + self.n] = rounded
         if "out" in found:
             stored = reference.to_f32(found["param"][begin : begin + self.n])
             found["out"][begin : begin + self.n] = reference.from_f32(stored, found["out"].dtype)
@@ -99,17 +114,18 @@ def test_adam_equals_the_reference_at_every_length(isa: str, grad: torch.dtype, 
 @pytest.mark.parametrize("isa", ISAS)
 def test_adam_equals_the_reference_for_all_dtypes_and_offsets(isa: str) -> None:
     outs = (None, *DTYPES)
-    for param, grad, out, decoupled in itertools.product(DTYPES, DTYPES, outs, (True, False)):
+    for param, grad, out, moments, decoupled in itertools.product(DTYPES, DTYPES, outs, MOMENTS, (True, False)):
         for n, offset in ((1, 1), (37, 3), (300, 5), (1031, 0)):
-            case = Case(n, n, param=param, grad=grad, out=out, offset=offset)
+            case = Case(n, n, param=param, grad=grad, out=out, moments=moments, offset=offset)
             case.check(isa, decoupled=decoupled, **OPTIONS)
 
 
+@pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("param", DTYPES)
 @pytest.mark.parametrize("isa", ISAS)
-def test_adam_handles_special_values_alike(isa: str, param: torch.dtype) -> None:
+def test_adam_handles_special_values_alike(isa: str, param: torch.dtype, moments: torch.dtype) -> None:
     for seed, grad, decoupled in itertools.product(range(20), DTYPES, (True, False)):
-        case = Case(257, seed, param=param, grad=grad, out=torch.float16, special=True)
+        case = Case(257, seed, param=param, grad=grad, out=torch.float16, moments=moments, special=True)
         case.check(isa, decoupled=decoupled, **OPTIONS)
 
 
@@ -125,18 +141,21 @@ def test_adam_handles_special_values_alike(isa: str, param: torch.dtype) -> None
     grad_scale=st.floats(-1e6, 1e6),
     decoupled=st.booleans(),
     dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.sampled_from((None, *DTYPES))),
+    moments=st.sampled_from(MOMENTS),
+    first=st.integers(0, 2**36) | st.integers(2**32 - 200, 2**32),
     special=st.booleans(),
 )
-def test_adam_equals_the_reference_for_any_settings(n, seed, dtypes, special, **options) -> None:
+def test_adam_equals_the_reference_for_any_settings(n, seed, dtypes, moments, special, **options) -> None:
     param, grad, out = dtypes
     for isa in ISAS:
-        Case(n, seed, param=param, grad=grad, out=out, special=special).check(isa, **options)
+        Case(n, seed, param=param, grad=grad, out=out, moments=moments, special=special).check(isa, **options)
 
 
+@pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("isa", ISAS)
-def test_the_number_of_threads_changes_no_bit(isa: str) -> None:
+def test_the_number_of_threads_changes_no_bit(isa: str, moments: torch.dtype) -> None:
     for n in (65536, 65537, 2 * 65536 + 17):
-        case = Case(n, 1, grad=torch.bfloat16, out=torch.bfloat16)
+        case = Case(n, 1, grad=torch.bfloat16, out=torch.bfloat16, moments=moments)
         before = {name: room.clone() for name, room in case.rooms.items()}
         expected = case.expected(**OPTIONS)
         for threads in (1, 2, 3):
@@ -210,6 +229,79 @@ def test_flush_to_zero_of_the_caller_changes_nothing() -> None:
     assert (expected["exp_avg"].abs() < 1e-38).logical_and(expected["exp_avg"] != 0).any()
     for name, room in case.rooms.items():
         assert reference.differences(room, expected[name]) == 0, name
+
+
+# ---- stochastic rounding ------------------------------------------------------------------------------------------
+
+
+def stored(x: torch.Tensor, isa: str, step: int = 1, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """What becomes of moments that an update leaves at ``x`` and ``x**2`` (rounded to fp32)."""
+    m, v = (torch.full((x.numel(),), -0.0, dtype=torch.bfloat16) for _ in range(2))
+    param = torch.zeros(x.numel())
+    native.adamw_(param, x, m, v, step=step, lr=0.0, betas=(0.0, 0.0), isa=isa, first=first)
+    return m, v
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_rounding_has_no_direction(isa: str) -> None:
+    """Over a million values the mean error is near zero, for both moments: a thousandth of the largest single one."""
+    n = 1_000_000
+    x = 1 + torch.rand(n, generator=torch.Generator().manual_seed(1)) * 0.4  # squares stay below 2: one exponent
+    for found, exact in zip(stored(x, isa), (x, x * x), strict=True):
+        error = (found.double() - exact.double()) * 128  # in units of bf16's last place there
+        assert error.abs().max() < 1
+        assert abs(error.mean()) < 2e-3  # its standard error is 4e-4
+        up = error > 0
+        rest = (exact.double() * 128) % 1
+        for low in torch.arange(0, 1, 0.1).tolist():  # up as often as the dropped part is large
+            near = (rest >= low) & (rest < low + 0.1)
+            assert abs(up[near].double().mean() - rest[near].mean()) < 0.01
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_what_fits_is_kept_and_what_is_finite_stays_finite(isa: str) -> None:
+    exact = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for step in (1, 2, 3):
+        assert reference.differences(stored(exact.float(), isa, step)[0], exact) == 0
+        largest = torch.full((4096,), torch.finfo(torch.float32).max)
+        assert (stored(largest, isa, step)[0] == torch.finfo(torch.bfloat16).max).all()
+        assert (stored(-largest, isa, step)[0] == torch.finfo(torch.bfloat16).min).all()
+
+
+def test_random_bits_are_uniform_and_independent() -> None:
+    """Roughly: bits and bytes of 2**20 words, against neighbours, the other half, other steps and far elements."""
+    n = 1 << 20
+    words = reference.random_words(0, n, 7)
+    bound = 5 * n**-0.5  # five standard deviations of a mean of signs
+    for bit in range(32):
+        signs = 1.0 - 2.0 * (words >> bit & 1)
+        assert abs(signs.mean()) < bound
+        for lag in (1, 2, 16, 128, 4096, 1 << 16):
+            assert abs((signs[lag:] * signs[:-lag]).mean()) < 1.05 * bound, (bit, lag)
+        for other in (
+            (words >> 16 | words << 16),
+            reference.random_words(0, n, 8),
+            reference.random_words(n, n, 7),
+            reference.random_words(1 << 32, n, 7),
+            reference.random_words(0, n, 7 + (1 << 16)),
+        ):
+            assert abs((signs * (1.0 - 2.0 * (other >> bit & 1))).mean()) < bound, bit
+    for shift in range(0, 32, 8):
+        counts = np.bincount(words >> shift & 255, minlength=256)
+        assert 255 - 5 * 22.6 < ((counts - n / 256) ** 2 / (n / 256)).sum() < 255 + 5 * 22.6  # chi squared, 255 degrees
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_part_is_rounded_as_in_the_whole(isa: str) -> None:
+    """Wherever it is cut, also where the numbers of elements pass 2**32."""
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    for first in (0, 12345, 2**32 - 500):
+        whole = stored(x, isa, step=9, first=first)
+        for start, end in ((0, 1), (1, 500), (500, 501), (499, 777), (128, 1000)):
+            for part, of in zip(stored(x[start:end].clone(), isa, 9, first + start), whole, strict=True):
+                assert torch.equal(part, of[start:end])
+        assert not torch.equal(stored(x, isa, step=10, first=first)[0], whole[0])
+        assert not torch.equal(stored(x, isa, step=9, first=first + 1000)[0], whole[0])
 
 
 # ---- sum of squares -----------------------------------------------------------------------------------------------
@@ -287,7 +379,8 @@ def test_wrong_tensors_are_refused_before_anything_moves(isa: str) -> None:
         ({"param": [0.0] * 8}, TypeError, "param must be a torch.Tensor"),
         ({"param": torch.zeros(8, dtype=torch.float64)}, TypeError, "param must be of"),
         ({"grad": torch.zeros(8, dtype=torch.int32)}, TypeError, "grad must be of"),
-        ({"exp_avg": torch.zeros(8, dtype=torch.bfloat16)}, TypeError, "exp_avg must be of"),
+        ({"exp_avg": torch.zeros(8, dtype=torch.float16)}, TypeError, "exp_avg must be of"),
+        ({"exp_avg": torch.zeros(8, dtype=torch.bfloat16)}, TypeError, "exp_avg_sq must be of torch.bfloat16"),
         ({"exp_avg_sq": torch.zeros(9)}, ValueError, "exp_avg_sq must have 8 elements"),
         ({"grad": torch.zeros(16)[::2]}, ValueError, "grad must be contiguous"),
         ({"grad": torch.zeros(8, device="meta")}, ValueError, "grad must be on the CPU"),
@@ -309,6 +402,7 @@ def test_wrong_tensors_are_refused_before_anything_moves(isa: str) -> None:
         ({"eps": -1e-8}, "eps"),
         ({"weight_decay": -0.1}, "weight_decay"),
         ({"threads": 0}, "threads"),
+        ({"first": -1}, "first"),
     ]:
         with pytest.raises(ValueError, match=text):
             native.adamw_(**good, **{"step": 1, "lr": 0.1, "isa": isa, **options})

@@ -68,11 +68,13 @@ def test_no_graph_is_recorded() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_an_accelerator_gives_the_same_bits(dtype: torch.dtype) -> None:
+def test_an_accelerator_gives_the_same_bits(dtype: torch.dtype, moments: torch.dtype) -> None:
     torch.manual_seed(0)
     n = 300_007
-    here = [torch.randn(n), torch.randn(n).to(dtype), torch.randn(n) * 0.01, torch.rand(n)]
+    state = [(torch.randn(n) * 0.01).to(moments), torch.rand(n).to(moments)]
+    here = [torch.randn(n), torch.randn(n).to(dtype), *state]
     there = [t.cuda() for t in here]
     out, far_out = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.bfloat16, device="cuda")
     for decoupled in (True, False):

@@ -22,7 +22,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["BACKENDS", "DTYPES", "TIERS", "Budgets", "WrapConfig", "WriteBudget"]
+__all__ = ["BACKENDS", "DTYPES", "TIERS", "Budgets", "WrapConfig", "WriteBudget", "state_dtype"]
 
 TIERS = ("gpu", "cpu", "nvme")
 """The tiers, fastest first: the only order in which they can be named."""
@@ -134,6 +134,7 @@ class WrapConfig:
         write_budget: bytes that may be written to swap files, as "10TiB" or "500GiB/day"; None: no limit.
         dtype: compute dtype (float32, bfloat16, float16); None: bfloat16 on an accelerator, else the model's own.
         grad_dtype: dtype of the host gradients; None: the compute dtype, but float32 for float16.
+        state_dtype: dtype of the optimizer's moments, float32 or bfloat16 (rounded at random). Masters are float32.
         device: device that computes ("cuda:0", "cpu", ...); None: the accelerator if there is one, else the CPU.
         activations: where saved activations go; None (they stay with the compute tier) is the only choice so far.
         zero_stage: 1, 2 or 3: what is sharded over ranks. With one rank all are the same.
@@ -154,6 +155,7 @@ class WrapConfig:
     write_budget: WriteBudget | None = None
     dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
+    state_dtype: torch.dtype = torch.float32
     device: str | None = None
     activations: str | None = None
     zero_stage: int = 3
@@ -169,6 +171,7 @@ class WrapConfig:
         put(self, "swap_dirs", _swap_dirs(self.swap_dirs))
         put(self, "dtype", _dtype("dtype", self.dtype))
         put(self, "grad_dtype", _dtype("grad_dtype", self.grad_dtype))
+        put(self, "state_dtype", state_dtype(self.state_dtype))
         put(self, "device", _device(self.device))
         self._check_tiers_against_the_rest()
         self._check_swap()
@@ -329,6 +332,14 @@ def _dtype(name: str, value: object) -> torch.dtype | None:
     if found is None:
         raise ConfigError(f"expected {name} to be None or one of {_listed(DTYPES)}, found {value!r}")
     return found
+
+
+def state_dtype(value: object) -> torch.dtype:
+    """The dtype of moments, from what a person would write. Raises ConfigError for anything but fp32 and bf16."""
+    found = DTYPES.get(value.lower().removeprefix("torch.")) if isinstance(value, str) else value
+    if found is torch.float32 or found is torch.bfloat16:
+        return found
+    raise ConfigError(f"expected state_dtype to be 'fp32' or 'bf16', found {value!r}")
 
 
 def _device(value: object) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
@@ -27,6 +28,7 @@ from offload.planning.memory import (
 )
 from offload.sharding.allocation import Allocation
 from offload.sharding.homes import ComputeHome
+from offload.sharding.layout import padded
 from offload.sharding.unit import Member, State, Unit
 from offload.sizes import PAGE, format_size, round_up
 from offload.storage.device import Device, total_compute_memory
@@ -44,7 +46,7 @@ from offload.training.parameter import OffloadedParameter, ResidentParameter
 from offload.training.parts import Parts
 from offload.training.residency import Residency
 from offload.training.runtime import Runtime, attached, runtime_of_model
-from offload.training.state import STATE_BYTES, StateStore
+from offload.training.state import StateStore, state_bytes
 from offload.training.steps import StepMeter
 from offload.training.tracing import trace_as_environment_says, write_trace_of_environment
 from offload.training.transfers import Transfers
@@ -80,7 +82,7 @@ def wrap(
             margin.
         swap_dirs: directories for the swap files of tier ``nvme``.
         dtype: compute dtype (fp32, bf16, fp16). Default: bf16 on an accelerator, the model's own elsewhere. Masters
-            and moments are fp32 always.
+            are fp32 always.
         device: ``"cuda"``, ``"cpu"``, ... Default: what is there.
         weights: for a model whose parameters are on meta (see :func:`offload.empty_init`): safetensors to stream them
             from, a file or a directory (with an index where there are shards). Without, such a model initialises
@@ -89,7 +91,8 @@ def wrap(
         grad_dtype: dtype in which gradients are kept; default the compute dtype, fp32 for fp16.
         config: a TOML file (as from ``offload tune``) or :class:`offload.config.WrapConfig` with the same settings.
             Arguments win over the environment, and that over the file.
-        settings: further fields of :class:`offload.config.WrapConfig`.
+        settings: further fields of :class:`offload.config.WrapConfig`, as ``state_dtype="bf16"``: moments in 2 bytes
+            each, 8 bytes of optimizer state for a parameter instead of 12.
 
     Raises:
         ConfigError, BudgetError: before anything has moved, with what would do.
@@ -201,6 +204,8 @@ class _Builder:
 
     def __init__(self, model: nn.Module, config: WrapConfig, device: Device, lanes: Lanes, values: Source) -> None:
         self._model, self._config, self._device, self._lanes, self._values = model, config, device, lanes, values
+        first = itertools.accumulate((padded(p.numel()) for p in model.parameters()), initial=0)
+        self._numbers = dict(zip(model.parameters(), first, strict=False))  # see Note [Numbers of elements]
 
     def build(self) -> Runtime:
         budgets = self._budgets()
@@ -321,7 +326,7 @@ class _Builder:
             residency=residency,
             transfers=transfers,
             gradients=Gradients(device, []),
-            state=StateStore(allocation.one_more_state_block, staging),
+            state=StateStore(allocation.one_more_state_block, staging, config.state_dtype),
             delivery_buffers=delivery,
             delivery=Delivery(device, residency, delivery, tiers["cpu"]),
             meter=None if swap is None else swap.meter,
@@ -334,7 +339,7 @@ class _Builder:
     def _move(self, index: int, plan: MemoryPlan, allocation: Allocation, state: StateStore) -> Unit:
         unit_plan, layout = plan.cut.units[index], plan.layouts[index]
         slots = zip(unit_plan.parameters, unit_plan.names, layout.slots, strict=True)
-        members = [Member(parameter, name, slot) for parameter, name, slot in slots]
+        members = [Member(parameter, name, slot, self._numbers[parameter]) for parameter, name, slot in slots]
         nbytes = layout.numel * unit_plan.dtype.itemsize
         tile = plan.demand.units[index].tile
         where = plan.placement.weights[index]
@@ -346,7 +351,7 @@ class _Builder:
         fill_home(unit, state.staging, self._values)
         spans = trainable_blocks(unit_plan, layout)
         for span, tier in zip(spans, plan.placement.blocks[index], strict=True):
-            record = allocation.home(tier, span.count * STATE_BYTES, "optimizer state", unit.name)
+            record = allocation.home(tier, span.count * state_bytes(state.dtype), "optimizer state", unit.name)
             state.create(unit, span, record, lambda part, out: copy_values(members, part, out, self._values))
         move_in(unit)
         return unit

@@ -53,6 +53,9 @@ def add(commands: Any) -> None:
         place.add_argument(f"--{tier}-mem", type=_size, metavar="SIZE", help=f"budget of {tier}, as in 20GiB or 512MB")
     place.add_argument("--swap", nargs="+", type=Path, metavar="DIR", help="directories for swap files (tier nvme)")
     place.add_argument("--dtype", choices=("bf16", "fp32", "fp16"), help="compute dtype (bf16 on a GPU, else model's)")
+    place.add_argument(
+        "--state-dtype", choices=("fp32", "bf16"), help="dtype of the optimizer's moments: 12 or 8 B/param (fp32)"
+    )
     place.add_argument("--device", metavar="NAME", help="device that computes, as in cuda:0 or cpu")
     place.add_argument(
         "--config",
@@ -129,7 +132,13 @@ def _wrap_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
         if budgets:
             budgets = {**{t: b for t, b in base.budgets.as_dict().items() if b is not None}, **budgets}
     config = WrapConfig.make(
-        base, tiers=tiers, budgets=budgets or None, swap_dirs=swap, dtype=arguments.dtype, device=arguments.device
+        base,
+        tiers=tiers,
+        budgets=budgets or None,
+        swap_dirs=swap,
+        dtype=arguments.dtype,
+        state_dtype=arguments.state_dtype,
+        device=arguments.device,
     )
     return {"tiers": list(config.tiers), "config": config}
 

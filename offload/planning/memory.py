@@ -18,7 +18,7 @@ from offload.sharding.placement import Demand, DoesNotFit, Placement, UnitSize, 
 from offload.sizes import PAGE, parse_size, round_up
 from offload.storage.checksum import GRANULE
 from offload.training.gradients import gradient_dtype
-from offload.training.state import STATE_BYTES
+from offload.training.state import state_bytes
 
 STAGING_BUFFERS = 6  # of one block of state each: being read, updated and written, with one to spare for each way
 DELIVERY_BUFFERS = 2  # of the largest unit's weights: one being filled, one being copied
@@ -102,7 +102,8 @@ def _plan(
     _check_dtypes(cut)
     layouts = tuple(flat_layout(tuple(p.shape) for p in plan.parameters) for plan in cut.units)
     units = tuple(_size(p, layout, config, budgets["gpu"]) for p, layout in zip(cut.units, layouts, strict=True))
-    any_block = max((round_up(b.count * STATE_BYTES) for b in _possible_blocks(cut, layouts)), default=PAGE)
+    per_element = state_bytes(config.state_dtype)
+    any_block = max((round_up(b.count * per_element) for b in _possible_blocks(cut, layouts)), default=PAGE)
     demand = Demand(
         units,
         together=tuple(tuple(needed) for needed in [*(needed for _, needed in cut.users), *cut.together]),
@@ -132,7 +133,7 @@ def _size(plan: UnitPlan, layout: FlatLayout, config: WrapConfig, budget: int) -
         plan.name,
         weights=max(round_up(layout.numel * plan.dtype.itemsize), PAGE),
         gradient=max(round_up(layout.numel * gradient), PAGE) if spans else 0,
-        blocks=tuple(round_up(s.count * STATE_BYTES) for s in spans),
+        blocks=tuple(round_up(s.count * state_bytes(config.state_dtype)) for s in spans),
         tile=tile_bytes(plan, budget),
     )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 ALIGN: Final = 128  # elements
-BLOCK: Final = 1 << 19  # elements of optimizer state that move together: 6 MiB of fp32 master and moments
+BLOCK: Final = 1 << 19  # elements of optimizer state that move together: 6 MiB of fp32 master and moments (4 with bf16)
 
 
 @dataclass(frozen=True)

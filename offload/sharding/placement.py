@@ -21,7 +21,7 @@ class UnitSize:
     name: str
     weights: int
     gradient: int
-    blocks: tuple[int, ...]  # optimizer state, 12 B/param and padding
+    blocks: tuple[int, ...]  # optimizer state, 12 B/param (8 with bf16 moments) and padding
     tile: int = 0  # what a matrix larger than the gpu budget needs there at least; 0: it is used whole
 
     @property

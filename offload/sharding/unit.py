@@ -34,28 +34,37 @@ class Home:
 
 @dataclass
 class StateBlock:
-    """Optimizer state of ``span``: fp32 master, exp_avg and exp_avg_sq, one after the other in one record."""
+    """Optimizer state of ``span``: fp32 master, exp_avg and exp_avg_sq (of ``dtype``), one after the other."""
 
     span: Span
     home: Home
+    dtype: torch.dtype = torch.float32
 
-    @staticmethod
-    def parts(buffer: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Master, exp_avg, exp_avg_sq (fp32, ``count`` elements each) of a record's bytes."""
+    def parts(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Master (fp32), exp_avg and exp_avg_sq of a record's bytes, with as many elements as the span."""
+        count = self.span.count
+        after_master = count * torch.float32.itemsize // self.dtype.itemsize  # in elements of the moments
         return (
             view(buffer, torch.float32, 0, count),
-            view(buffer, torch.float32, count, count),
-            view(buffer, torch.float32, 2 * count, count),
+            view(buffer, self.dtype, after_master, count),
+            view(buffer, self.dtype, after_master + count, count),
         )
 
 
 @dataclass(eq=False)
 class Member:
-    """A parameter of a unit: the user's object, its names (several when tied), its place, its Adam step count."""
+    """A parameter of a unit: the user's object, its names (several when tied), its place, its Adam step count.
+
+    # Note [Numbers of elements]
+    The elements of a model are numbered through, parameter after parameter in the order of ``model.parameters()``,
+    each from a multiple of the alignment on, as in a flat buffer. Into which units a model is cut depends on budgets;
+    these numbers do not, and what is random about an update is a function of them (native/kernels.cpp).
+    """
 
     parameter: nn.Parameter
     name: str
     slot: Slot
+    number: int = 0  # of its first element in the model
     step: int = 0
     optimizer: int = 0  # serial number of the optimizer whose moments these are
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from offload.training.optimizer import OffloadedOptimizer, expect_betas, expect_number
+from offload.training.optimizer import OffloadedOptimizer, StateDtype, expect_betas, expect_number
 from offload.training.rules import AdamRule, LionRule, SgdRule, UpdateRule
 
 Params = Iterable[Any]
@@ -18,15 +18,23 @@ class _AdamFamily(OffloadedOptimizer):
     _slots = ("exp_avg", "exp_avg_sq")
     _decoupled: bool
 
-    def __init__(self, params: Params, lr: Rate, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    def __init__(
+        self,
+        params: Params,
+        lr: Rate,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        state_dtype: StateDtype,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, state_dtype)
 
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)
         expect_betas(group)
         expect_number(group, "eps")
 
-    def _rule(self, group: dict[str, Any], step: int, grad_scale: float) -> UpdateRule:
+    def _rule(self, group: dict[str, Any], step: int, grad_scale: float, origin: int) -> UpdateRule:
         return AdamRule(
             lr=float(group["lr"]),
             betas=_pair(group["betas"]),
@@ -35,14 +43,16 @@ class _AdamFamily(OffloadedOptimizer):
             decoupled=self._decoupled,
             step=step,
             grad_scale=grad_scale,
+            origin=origin,
         )
 
 
 class AdamW(_AdamFamily):
-    """AdamW with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101) on fp32 masters and moments.
+    """AdamW with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101) on fp32 masters.
 
-    ``params``: parameters (or groups of them) of a model that :func:`offload.wrap` returned. ``skipped_steps`` counts
-    the steps that were left out because a gradient was not finite.
+    ``params``: parameters (or groups of them) of a model that :func:`offload.wrap` returned. ``state_dtype``: dtype of
+    the moments, which ``wrap(..., state_dtype=...)`` decides; here it can only be stated, and another one is a
+    :class:`ConfigError`. ``skipped_steps`` counts the steps that were left out because a gradient was not finite.
     """
 
     _decoupled = True
@@ -54,8 +64,9 @@ class AdamW(_AdamFamily):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        state_dtype: StateDtype = None,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay)
+        super().__init__(params, lr, betas, eps, weight_decay, state_dtype)
 
 
 class Adam(_AdamFamily):
@@ -70,8 +81,9 @@ class Adam(_AdamFamily):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        state_dtype: StateDtype = None,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay)
+        super().__init__(params, lr, betas, eps, weight_decay, state_dtype)
 
 
 class Lion(OffloadedOptimizer):
@@ -83,16 +95,22 @@ class Lion(OffloadedOptimizer):
     _slots = ("exp_avg",)
 
     def __init__(
-        self, params: Params, lr: Rate = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+        self,
+        params: Params,
+        lr: Rate = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        state_dtype: StateDtype = None,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, state_dtype)
 
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)
         expect_betas(group)
 
-    def _rule(self, group: dict[str, Any], step: int, grad_scale: float) -> UpdateRule:
-        return LionRule(float(group["lr"]), _pair(group["betas"]), float(group["weight_decay"]), step, grad_scale)
+    def _rule(self, group: dict[str, Any], step: int, grad_scale: float, origin: int) -> UpdateRule:
+        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+        return LionRule(lr, _pair(group["betas"]), weight_decay, step, grad_scale, origin)
 
 
 class SGD(OffloadedOptimizer):
@@ -108,9 +126,10 @@ class SGD(OffloadedOptimizer):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
+        state_dtype: StateDtype = None,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
-        super().__init__(params, {**defaults, "weight_decay": weight_decay, "nesterov": nesterov})
+        super().__init__(params, {**defaults, "weight_decay": weight_decay, "nesterov": nesterov}, state_dtype)
 
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)
@@ -118,7 +137,7 @@ class SGD(OffloadedOptimizer):
         if group["nesterov"] and (not group["momentum"] or group["dampening"]):
             raise ValueError("nesterov: expected a momentum above 0 and no dampening with it")
 
-    def _rule(self, group: dict[str, Any], step: int, grad_scale: float) -> UpdateRule:
+    def _rule(self, group: dict[str, Any], step: int, grad_scale: float, origin: int) -> UpdateRule:
         return SgdRule(
             lr=float(group["lr"]),
             momentum=float(group["momentum"]),
@@ -127,6 +146,7 @@ class SGD(OffloadedOptimizer):
             nesterov=bool(group["nesterov"]),
             step=step,
             grad_scale=grad_scale,
+            origin=origin,
         )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from offload import native, torch_kernels
+from offload.config import state_dtype as parse_state_dtype
 from offload.errors import ConfigError, OffloadError
 from offload.sharding.layout import Span
 from offload.sharding.unit import Member, Unit
@@ -26,6 +27,7 @@ from offload.training.state import read_member, write_moments
 from offload.training.update import UnitUpdate, merged
 
 _serials = itertools.count(1)
+StateDtype = torch.dtype | str | None
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -33,8 +35,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     _slots: tuple[str, ...]  # names, in torch's state dict, of the slots of state that the algorithm uses
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], state_dtype: StateDtype = None) -> None:
         self._runtime: Runtime | None = None
+        self._state_dtype = None if state_dtype is None else parse_state_dtype(state_dtype)
         self._serial = next(_serials)
         self.skipped_steps = 0
         listed = params if isinstance(params, torch.Tensor) else list(params)
@@ -45,8 +48,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         super().__init__(listed, defaults)
 
-    def _rule(self, group: dict[str, Any], step: int, grad_scale: float) -> UpdateRule:
-        """The update of one parameter of this group, with the group's values of now."""
+    def _rule(self, group: dict[str, Any], step: int, grad_scale: float, origin: int) -> UpdateRule:
+        """The update of one parameter of this group, with the group's values of now; ``origin`` as in UpdateRule."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -58,7 +61,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             tensor = parameter[1] if isinstance(parameter, tuple) else parameter
             if self._runtime is not None and runtime_of(tensor) is not self._runtime:
                 raise OffloadError("expected parameters of one wrapped model, found several; use an optimizer for each")
-            runtime_of(tensor)
+            self._check_state_dtype(runtime_of(tensor).state.dtype)
         super().add_param_group({**param_group, "params": listed})
         for parameter in self.param_groups[-1]["params"]:
             runtime = runtime_of(parameter)
@@ -66,6 +69,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 raise OffloadError("expected parameters of one wrapped model, found several; use an optimizer for each")
             self._runtime = runtime
             self._start_anew(parameter)
+
+    def _check_state_dtype(self, planned: torch.dtype) -> None:
+        """Room for state was planned and filled by ``wrap``; see docs/decisions/0011."""
+        if self._state_dtype not in (None, planned):
+            names = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+            raise ConfigError(
+                f"state_dtype: expected {names[planned]!r}, for which offload.wrap made room, found "
+                f"{names[self._state_dtype]!r}; leave it out here, or pass "
+                f"state_dtype={names[self._state_dtype]!r} to offload.wrap(model, ...) as well"
+            )
 
     def _start_anew(self, parameter: nn.Parameter) -> None:
         """A new optimizer has no moments, whatever another one left for the parameter."""
@@ -154,7 +167,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                         "anew; step that one, or build a new one for all parameters"
                     )
                 runtime.prepare_state(unit, member)
-                rule = self._rule(group, member.step + 1, runtime.clip_factors.of(parameter))
+                origin = member.number - member.slot.offset
+                rule = self._rule(group, member.step + 1, runtime.clip_factors.of(parameter), origin)
                 due.setdefault(unit, []).append(member)
                 if member.slot.numel:
                     slot = member.slot
@@ -163,7 +177,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return [UnitUpdate(unit, due[unit], merged(p), runtime.gradients.buffer(unit).flat) for unit, p in ordered]
 
     def state_dict(self) -> dict[str, Any]:
-        """In torch's format: per parameter ``step`` and the algorithm's slots, as host copies."""
+        """In torch's format: per parameter ``step`` and the algorithm's slots, as host copies.
+
+        Their dtype is that in which they are kept; torch's optimizers convert what they load.
+        """
         out = super().state_dict()
         out["state"] = {}
         for number, unit, member in self._members():
@@ -174,7 +191,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return out
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Accepts what ``state_dict`` of this class, or of torch's own optimizer, returned for the same parameters."""
+        """Accepts what ``state_dict`` of this class, or of torch's own optimizer, returned for the same parameters.
+
+        Where moments are kept in bf16, others are rounded to nearest.
+        """
         for option in ("amsgrad", "maximize"):
             if any(group.get(option) for group in state_dict["param_groups"]):
                 raise ValueError(

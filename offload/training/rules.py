@@ -17,7 +17,8 @@ _CHUNK = 1 << 19  # elements at a time: a block of state in one go, computed bes
 
 
 class UpdateRule(Protocol):
-    """``step`` counts the parameter's updates from 1; ``grad_scale`` multiplies its gradient first."""
+    """``step`` counts the parameter's updates from 1; ``grad_scale`` multiplies its gradient first; ``origin`` plus an
+    offset in the unit's flat buffer is an element's number in the model (see Note [Numbers of elements])."""
 
     def apply(
         self,
@@ -26,8 +27,12 @@ class UpdateRule(Protocol):
         exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor,
         out: torch.Tensor,
+        at: int = 0,
     ) -> None:
-        """Update flat fp32 ``master`` and the two slots of state in place; new weights go to ``out`` as well."""
+        """Update flat fp32 ``master`` and the two slots of state (fp32 or bf16) in place; new weights go to ``out``.
+
+        ``at``: offset of the first element in its unit's flat buffer.
+        """
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class AdamRule:
     decoupled: bool
     step: int
     grad_scale: float
+    origin: int = 0
 
     def apply(
         self,
@@ -47,6 +53,7 @@ class AdamRule:
         exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor,
         out: torch.Tensor,
+        at: int = 0,
     ) -> None:
         kernel = native.adamw_ if master.device.type == "cpu" else torch_kernels.adamw_
         kernel(
@@ -62,6 +69,7 @@ class AdamRule:
             decoupled=self.decoupled,
             grad_scale=self.grad_scale,
             out=out,
+            first=self.origin + at,
         )
 
 
@@ -74,6 +82,7 @@ class LionRule:
     weight_decay: float
     step: int
     grad_scale: float
+    origin: int = 0
 
     def apply(
         self,
@@ -82,15 +91,18 @@ class LionRule:
         exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor,
         out: torch.Tensor,
+        at: int = 0,
     ) -> None:
         beta1, beta2 = self.betas
-        for at in _chunks(master):
-            p, m = master[at], exp_avg[at]
-            g = gradient[at].float() * self.grad_scale
-            direction = (m * beta1).add_(g * (1 - beta1)).sign_()
+        for part in _chunks(master):
+            p, m = master[part], exp_avg[part]
+            g = gradient[part].float() * self.grad_scale
+            old_m = m.float()
+            direction = (old_m * beta1).add_(g * (1 - beta1)).sign_()
             new_p = (p * (1 - self.lr * self.weight_decay)).sub_(direction.mul_(self.lr))
-            new_m = (m * beta2).add_(g.mul_(1 - beta2))
-            for old, new in ((p, new_p), (m, new_m), (out[at], new_p)):
+            new_m = (old_m * beta2).add_(g.mul_(1 - beta2))
+            (kept,) = torch_kernels.stored_moments((new_m,), m.dtype, self.step, self.origin + at + part.start)
+            for old, new in ((p, new_p), (m, kept), (out[part], new_p)):
                 old.copy_(new)
 
 
@@ -105,6 +117,7 @@ class SgdRule:
     nesterov: bool
     step: int
     grad_scale: float
+    origin: int = 0
 
     def apply(
         self,
@@ -113,20 +126,22 @@ class SgdRule:
         exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor,
         out: torch.Tensor,
+        at: int = 0,
     ) -> None:
-        for at in _chunks(master):
-            p, velocity = master[at], exp_avg[at]
-            g = gradient[at].float() * self.grad_scale
+        for part in _chunks(master):
+            p, velocity = master[part], exp_avg[part]
+            g = gradient[part].float() * self.grad_scale
             if self.weight_decay:
                 g.add_(p * self.weight_decay)
             if self.momentum:
                 first = self.step == 1
-                v = g.clone() if first else (velocity * self.momentum).add_(g * (1 - self.dampening))
+                v = g.clone() if first else (velocity.float() * self.momentum).add_(g * (1 - self.dampening))
                 g = g.add_(v * self.momentum) if self.nesterov else v
             else:
-                v = velocity
+                v = velocity.float()
             new_p = p - g * self.lr
-            for old, new in ((velocity, v), (p, new_p), (out[at], new_p)):
+            (kept,) = torch_kernels.stored_moments((v,), velocity.dtype, self.step, self.origin + at + part.start)
+            for old, new in ((velocity, kept), (p, new_p), (out[part], new_p)):
                 old.copy_(new)
 
 

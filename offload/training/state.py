@@ -11,16 +11,26 @@ from offload.sharding.layout import Span, blocks
 from offload.sharding.unit import Home, Member, StateBlock, Unit
 from offload.storage.staging import StagingPool
 
-# Called with the span and its master, exp_avg and exp_avg_sq: fp32 slices that may be changed in place.
+# Called with the span and its master (fp32), exp_avg and exp_avg_sq: slices that may be changed in place.
 Visit = Callable[[Span, torch.Tensor, torch.Tensor, torch.Tensor], None]
-STATE_BYTES = 12  # per element: fp32 master, exp_avg, exp_avg_sq
+
+
+def state_bytes(dtype: torch.dtype) -> int:
+    """Bytes of an element's fp32 master and its two moments of ``dtype``: 12, or 8 for bf16."""
+    return torch.float32.itemsize + 2 * dtype.itemsize
 
 
 class StateStore:
-    """``allocate(unit, nbytes)`` finds a home for one more block; ``staging`` is needed where blocks live on disk."""
+    """``allocate(unit, nbytes)`` finds a home for one more block; ``staging`` is needed where blocks live on disk;
+    ``dtype`` is that of the moments."""
 
-    def __init__(self, allocate: Callable[[Unit, int], Home], staging: StagingPool | None) -> None:
-        self._allocate, self.staging = allocate, staging
+    def __init__(
+        self,
+        allocate: Callable[[Unit, int], Home],
+        staging: StagingPool | None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._allocate, self.staging, self.dtype = allocate, staging, dtype
 
     def visit(self, unit: Unit, span: Span, fn: Visit, write: bool) -> None:
         """Call ``fn`` for each part of ``span`` that has state, and keep its changes if ``write``."""
@@ -45,12 +55,12 @@ class StateStore:
 
     @staticmethod
     def _call(buffer: torch.Tensor, block: StateBlock, part: Span, start: int, fn: Visit) -> None:
-        master, exp_avg, exp_avg_sq = (x[start : start + part.count] for x in block.parts(buffer, block.span.count))
+        master, exp_avg, exp_avg_sq = (x[start : start + part.count] for x in block.parts(buffer))
         fn(part, master, exp_avg, exp_avg_sq)
 
     def create(self, unit: Unit, span: Span, home: Home, fill_master: Callable[[Span, torch.Tensor], None]) -> None:
         """Make a block for ``span``. ``fill_master(span, out)`` writes the masters (fp32); moments start at zero."""
-        block = StateBlock(span, home)
+        block = StateBlock(span, home, self.dtype)
         self._fill(block, fill_master)
         self._add(unit, [block])
 
@@ -61,7 +71,7 @@ class StateStore:
 
     def _fill(self, block: StateBlock, fill_master: Callable[[Span, torch.Tensor], None]) -> None:
         def fill(buffer: torch.Tensor) -> None:
-            master, exp_avg, exp_avg_sq = block.parts(buffer, block.span.count)
+            master, exp_avg, exp_avg_sq = block.parts(buffer)
             fill_master(block.span, master)
             exp_avg.zero_()
             exp_avg_sq.zero_()
@@ -88,7 +98,8 @@ class StateStore:
             out.copy_(weights[span.start : span.end])
 
         spans = blocks([member.slot])
-        made = [StateBlock(span, self._allocate(unit, span.count * STATE_BYTES)) for span in spans]
+        nbytes = state_bytes(self.dtype)
+        made = [StateBlock(span, self._allocate(unit, span.count * nbytes), self.dtype) for span in spans]
         for block in made:
             self._fill(block, fill_master)
         self._add(unit, made)  # all or none: a parameter with part of its state would train in part
@@ -101,11 +112,13 @@ def member_span(member: Member) -> Span:
 def read_member(
     store: StateStore, unit: Unit, member: Member
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Copies of master, exp_avg and exp_avg_sq (fp32, the parameter's shape, on the host); None without state."""
+    """Host copies of master (fp32), exp_avg and exp_avg_sq (as they are kept) in the parameter's shape; None without
+    state."""
     if not store.has(unit, member):
         return None
     slot = member.slot
-    out = torch.zeros(3, slot.numel, dtype=torch.float32, device="cpu")
+    dtypes = (torch.float32, store.dtype, store.dtype)
+    out = [torch.zeros(slot.numel, dtype=dtype, device="cpu") for dtype in dtypes]
 
     def copy(part: Span, *state: torch.Tensor) -> None:
         at = part.start - slot.offset
@@ -120,7 +133,7 @@ def read_member(
 def write_moments(
     store: StateStore, unit: Unit, member: Member, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
 ) -> None:
-    """Replace the moments of a parameter (any float dtype, its shape)."""
+    """Replace the moments of a parameter (any float dtype, its shape); rounded to nearest where kept in fewer bits."""
     flat_avg, flat_sq, offset = exp_avg.reshape(-1), exp_avg_sq.reshape(-1), member.slot.offset
 
     def copy(part: Span, master: torch.Tensor, avg: torch.Tensor, sq: torch.Tensor) -> None:

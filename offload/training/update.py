@@ -33,6 +33,7 @@ from offload.storage.ticket import Ticket
 from offload.training.delivery import Delivery
 from offload.training.residency import PATIENCE_S, Residency
 from offload.training.rules import UpdateRule
+from offload.training.state import state_bytes
 from offload.training.worker import Worker
 from offload.training.writeback import WriteBehind, wait_quietly
 
@@ -274,16 +275,17 @@ class PendingUpdate:
         block, update = item.block, work.update
         assert work.weights is not None
         weights = update.unit.weights(work.weights)
-        master, exp_avg, exp_avg_sq = block.parts(buffer, block.span.count)
+        master, exp_avg, exp_avg_sq = block.parts(buffer)
         parts = [(p, rule) for span, rule in update.pieces if (p := block.span.overlap(span))]
         start = time.monotonic_ns()
         with self.device.range(f"update {update.unit.name}"):
             for part, rule in parts[item.applied :]:
                 at = slice(part.start - block.span.start, part.end - block.span.start)
                 gradient, out = update.gradient[part.start : part.end], weights[part.start : part.end]
-                rule.apply(master[at], gradient, exp_avg[at], exp_avg_sq[at], out)
+                rule.apply(master[at], gradient, exp_avg[at], exp_avg_sq[at], out, part.start)
                 item.applied += 1
-        nbytes = sum(part.count for part, _ in parts) * (24 + 2 * update.unit.dtype.itemsize)
+        moved = 2 * (state_bytes(block.dtype) + update.unit.dtype.itemsize)
+        nbytes = sum(part.count for part, _ in parts) * moved
         self.lanes["adam"].record(start, time.monotonic_ns(), nbytes, update.unit.name)
 
 

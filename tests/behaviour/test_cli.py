@@ -71,6 +71,7 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
         (["--cpu-mem", "-5GiB"], "--cpu-mem"),
         (["--nvme-mem", "1GiB"], "'nvme'"),
         (["--dtype", "int8"], "--dtype"),
+        (["--state-dtype", "fp16"], "--state-dtype"),
         (["--steps", "0"], "steps"),
         (["--steps", "many"], "--steps"),
         (["--lr", "-1"], "lr"),

@@ -152,6 +152,7 @@ def trained(model: nn.Module) -> tuple[list[float], dict[str, Tensor], dict[str,
     spec=_specs(),
     tiers=st.sampled_from(list(TIERS.values())),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    state_dtype=st.sampled_from(["fp32", "bf16"]),
     device=st.sampled_from(["cpu", "cpu", "simulated"]),
     poison=st.booleans(),
     depth=st.sampled_from([None, 0, 1]),
@@ -162,16 +163,18 @@ def test_random_modules_on_random_tiers_train_as_on_one(
     spec: Spec,
     tiers: tuple[str, ...],
     dtype: torch.dtype,
+    state_dtype: str,
     device: str,
     poison: bool,
     depth: int | None,
     threads: int,
     spare: dict[str, int],
 ) -> None:
-    want = trained(wrap(build(spec), ("gpu",), gpu=None, dtype=dtype))
+    want = trained(wrap(build(spec), ("gpu",), gpu=None, dtype=dtype, state_dtype=state_dtype))
     before = native.threads()
     with tempfile.TemporaryDirectory() as folder:
-        settings_ = {"dtype": dtype, "device": device, "poison": poison and device == "cpu", "prefetch_units": depth}
+        settings_: dict[str, Any] = {"dtype": dtype, "state_dtype": state_dtype, "device": device}
+        settings_ |= {"poison": poison and device == "cpu", "prefetch_units": depth}
         needed = smallest_budgets(functools.partial(build, spec), tiers, Path(folder), **settings_)
         if _spans(spec):  # a weight that backward has unpacked stays while the units before it are computed again
             needed["gpu"] *= 3

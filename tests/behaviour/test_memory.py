@@ -174,19 +174,23 @@ def shapes(model: nn.Module) -> list[int]:
     return [p.numel() for p in model.parameters()]
 
 
+@pytest.mark.parametrize(("state_dtype", "each"), [("fp32", 12), ("bf16", 8)])
 @pytest.mark.parametrize(("dtype", "width"), [("fp32", 4), ("bf16", 2), ("fp16", 2)])
-def test_what_a_parameter_costs_on_each_tier(dtype: str, width: int, tmp_path: Path) -> None:
-    """Weights in the compute dtype; master and two moments, 12 bytes; a gradient, in fp32 where compute is fp16."""
+def test_what_a_parameter_costs_on_each_tier(
+    dtype: str, width: int, state_dtype: str, each: int, tmp_path: Path
+) -> None:
+    """Weights in the compute dtype; master and two moments, 12 bytes, or 8 with moments in bf16; a gradient, in fp32
+    where compute is fp16."""
     gradient = 4 if dtype == "fp16" else width
     layers = [sum(padded(p.numel()) for p in layer.parameters()) for layer in MLP().children()]
     weights = sum(pages(n * width) for n in layers)
-    state = sum(pages(n * 12) for n in layers)
+    state = sum(pages(n * each) for n in layers)
     gradients = sum(pages(n * gradient) for n in layers)
-    staging = STAGING_BUFFERS * max(pages(n * 12) for n in layers)
+    staging = STAGING_BUFFERS * max(pages(n * each) for n in layers)
     largest = max(pages(n * width) for n in layers)
 
     def used(tiers: tuple[str, ...], gpu: int | None) -> dict[str, dict[str, int]]:
-        model = wrap(MLP(), tiers, tmp_path, gpu=gpu, dtype=dtype, device="cpu")
+        model = wrap(MLP(), tiers, tmp_path, gpu=gpu, dtype=dtype, device="cpu", state_dtype=state_dtype)
         optimizer = adamw(model)
         batches = MLP_TASK.batches(2, dtype=model.b.weight.dtype)
         train(model, optimizer, batches)

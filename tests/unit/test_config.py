@@ -50,6 +50,14 @@ def test_dtypes(name: str | None, dtype: torch.dtype | None) -> None:
     assert WrapConfig(("gpu",), dtype=name).dtype == dtype  # type: ignore[arg-type]
 
 
+def test_state_dtypes(tmp_path: Path) -> None:
+    assert WrapConfig(("gpu",)).state_dtype == WrapConfig.make(tiers="gpu", state_dtype="fp32").state_dtype
+    for value in ("bf16", "torch.bfloat16", torch.bfloat16):
+        assert WrapConfig.make(tiers="gpu", state_dtype=value).state_dtype == torch.bfloat16
+    (tmp_path / "c.toml").write_text('tiers = ["gpu"]\nstate_dtype = "bf16"\n')
+    assert WrapConfig.from_toml(tmp_path / "c.toml").state_dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("pin", [None, True, False])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_legal_everywhere(pin: bool | None, stage: int) -> None:
@@ -85,6 +93,9 @@ def test_legal_everywhere(pin: bool | None, stage: int) -> None:
         ({"dtype": torch.int64}, ["dtype", "torch.int64"]),
         ({"grad_dtype": torch.float64}, ["grad_dtype", "torch.float64"]),
         ({"dtype": 16}, ["dtype", "16"]),
+        ({"state_dtype": "fp16"}, ["state_dtype", "'fp16'", "'bf16'"]),
+        ({"state_dtype": torch.float64}, ["state_dtype", "torch.float64"]),
+        ({"state_dtype": []}, ["state_dtype"]),
         ({"device": 1.5}, ["device", "1.5"]),
         ({"device": ""}, ["device"]),
         ({"activations": "cpu"}, ["activations", "'cpu'"]),

@@ -16,7 +16,7 @@ from offload.sizes import PAGE, round_up
 from offload.storage.device import Device, Region
 from offload.storage.memory import HostMemory
 from offload.storage.ticket import Ticket
-from offload.training.state import STATE_BYTES, StateStore
+from offload.training.state import StateStore, state_bytes
 
 
 class FakeRegion(Region):
@@ -90,7 +90,9 @@ class AddRule:
     seen: list[tuple[str, int]] = field(default_factory=list, compare=False)
     fail: list[int] = field(default_factory=list, compare=False)  # numbers of calls that raise before they do anything
 
-    def apply(self, master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tensor) -> None:
+    def apply(
+        self, master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tensor, at: int = 0
+    ) -> None:
         self.seen.append((self.name, master.numel()))
         if len(self.seen) in self.fail:
             raise OSError("as the test wanted")
@@ -127,7 +129,7 @@ def real_unit(
     put_weights(unit, masters)
     chosen = [slot for slot, yes in zip(layout.slots, trained or [True] * len(shapes), strict=True) if yes]
     for number, span in enumerate(blocks(chosen, block)):
-        where = allocation.home(states[number % len(states)], span.count * STATE_BYTES, "optimizer state")
+        where = allocation.home(states[number % len(states)], span.count * state_bytes(store.dtype), "optimizer state")
         store.create(unit, span, where, lambda part, out: out.copy_(masters[part.start : part.end]))
     region.seal()
     return unit, masters

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from offload.training import rules
 from offload.training.rules import AdamRule, LionRule, SgdRule, UpdateRule
+from tests import reference
 
 F = np.float32
 LION = LionRule(lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1, step=1, grad_scale=1.0)
@@ -111,6 +112,23 @@ def test_sgd(n: int, lr: float, momentum: float, dampening: float, decay: float,
         torch.testing.assert_close(master, plain.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("rule", [LION, SGD, replace(SGD, nesterov=True)], ids=["lion", "sgd", "nesterov"])
+def test_moments_in_bf16(rule: LionRule | SgdRule) -> None:
+    """Computed in fp32, then rounded as the first moment of Adam is."""
+    n, origin, at = 300, 1000, 24
+    rule = replace(rule, origin=origin)
+    master, momentum = random(n, 1), random(n, 2).bfloat16()
+    for step in range(1, 4):
+        p, m = master.numpy().copy(), reference.to_f32(momentum)
+        now = replace(rule, step=step)
+        gradient = random(n, step + 10)
+        now.apply(master, gradient, momentum, torch.zeros_like(momentum), torch.empty(n), at)
+        p, m = lion(p, m, gradient.numpy(), now) if isinstance(now, LionRule) else sgd(p, m, gradient.numpy(), now)
+        rounded = reference.bf16_stochastic(m, reference.random_words(origin + at, n, step))
+        assert np.array_equal(master.numpy(), p)
+        assert torch.equal(momentum, reference.from_bits(rounded))
+
+
 def test_lion_against_the_papers_program() -> None:
     """Once more with torch operations in double, after the paper's listing."""
     master, momentum = random(1000, 1), torch.zeros(1000)
@@ -124,21 +142,25 @@ def test_lion_against_the_papers_program() -> None:
     torch.testing.assert_close(momentum.double(), m, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_piece_is_updated_as_in_the_whole(name: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither chunks nor the blocks of state change a bit, at any length."""
-    rule = replace(RULES[name], step=step)
+def test_a_piece_is_updated_as_in_the_whole(
+    name: str, step: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither chunks nor the blocks of state change a bit, at any length, nor how a model is cut into units."""
+    rule = replace(RULES[name], step=step, origin=300)
+    elsewhere = replace(rule, origin=-100)
     n = 1000
-    whole, first, second = random(n, 1), random(n, 2), random(n, 3).abs()
+    whole, first, second = random(n, 1), random(n, 2).to(dtype), random(n, 3).abs().to(dtype)
     gradient = random(n, 4)
     parts = [whole.clone(), first.clone(), second.clone()]
     out, pieces = torch.empty(n), torch.empty(n)
-    rule.apply(whole, gradient, first, second, out)
+    rule.apply(whole, gradient, first, second, out, at=100)
     monkeypatch.setattr(rules, "_CHUNK", 64)
     for start, end in ((0, 1), (1, 128), (128, 129), (129, 777), (777, n)):
         at = slice(start, end)
-        rule.apply(parts[0][at], gradient[at], parts[1][at], parts[2][at], pieces[at])
+        elsewhere.apply(parts[0][at], gradient[at], parts[1][at], parts[2][at], pieces[at], at=500 + start)
     assert torch.equal(parts[0], whole)
     assert torch.equal(parts[1], first)
     assert torch.equal(parts[2], second)

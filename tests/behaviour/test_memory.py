@@ -298,15 +298,16 @@ def test_wrapping_makes_no_second_copy_of_the_model(tmp_path: Path) -> None:
     code = (
         RSS
         + f"""
-for dtype, limit in ((None, 0.5), ("bf16", 0.5)):
+for dtype, limit in ((None, 0.45), ("bf16", 0.45)):
     start = status("VmRSS")
     model = nn.Sequential(*[nn.Linear(1448, 1448, bias=False) for _ in range(24)])
     size = sum(p.numel() * 4 for p in model.parameters())
     share = grown(lambda: offload.wrap(model, ["gpu", "nvme"], budgets={{"gpu": 9 << 20}}, dtype=dtype,
                                        swap_dirs={str(tmp_path)!r})) / size
-    assert share < limit, (dtype, share)
+    staging = offload.stats(model).tiers["cpu"].by_kind["staging"] / size  # registered with io_uring, and so there
+    assert share - staging < limit, (dtype, share)
     ctypes.CDLL(None).malloc_trim(0)  # what was freed, the C library may keep for itself
-    assert (kept := (status("VmRSS") - start) / size) < limit, (dtype, kept)
+    assert (kept := (status("VmRSS") - start) / size) - staging < limit, (dtype, kept)
     offload.unwrap(model)
     del model
 """

@@ -14,7 +14,7 @@ from torch import nn
 from offload import native
 from offload.checkpoint.sources import Source, open_source
 from offload.config import WrapConfig
-from offload.errors import ConfigError, OffloadError
+from offload.errors import ConfigError, OffloadError, SwapError
 from offload.integrations.checkpoint_keys import key_rules
 from offload.lanes import Lanes, warn_once
 from offload.planning.hardware import default_budgets
@@ -278,7 +278,14 @@ class _Builder:
                 meter=WriteMeter(config.write_budget),
             )
             swap.reserve(plan.swapped())
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, SwapError) and error.needed is not None and error.free is not None:
+                missing = format_size(max(0, round_up(error.needed - error.free)))
+                error.message += (
+                    f". Budgets that would fit: cpu larger by {missing} (as much less goes to disk)"
+                    if "cpu" in config.tiers
+                    else f". What would fit: tier 'cpu' with room for {missing}"
+                )
             if swap is not None:
                 swap.close()
             backend.close()

@@ -215,6 +215,7 @@ def test_a_disk_that_is_full(refusal: Refusal, tmp_path: Path, monkeypatch: pyte
             "needed",
             "free 8192 bytes",
             "add a directory to swap_dirs or lower the nvme budget",
+            "would fit: tier 'cpu' with room for",
             tiers=["gpu", "nvme"],
             budgets={"gpu": PAGE, "nvme": "1GiB"},
             swap_dirs=tmp_path,

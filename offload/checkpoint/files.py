@@ -50,9 +50,9 @@ def _write_text(path: Path, text: str) -> None:
 
 def make_directory(path: Path) -> None:
     """Make a directory, and those it is in, so that a power cut does not take their names away again."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    missing = [folder for folder in path.parents if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
+    for folder in (path, *missing):  # the first also if it is there: whoever made it may not have come to this
         sync_directory(folder.parent)
 
 

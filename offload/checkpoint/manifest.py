@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,8 @@ def _digest(file: Any) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    write_text(folder / MANIFEST, json.dumps(asdict(manifest), indent=1, allow_nan=True))
+    values = {**vars(manifest), "files": [vars(entry) for entry in manifest.files]}
+    write_text(folder / MANIFEST, json.dumps(values, indent=1, allow_nan=True))
 
 
 def point_to(root: Path, generation: Path, older: Mapping[str, str]) -> None:

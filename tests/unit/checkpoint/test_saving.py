@@ -119,14 +119,14 @@ def test_each_operation_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_everything_is_synced_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file before its rename, each directory after it, and the pointer last of all."""
+    """The directory's own name, each file before its rename, each directory after it, and the pointer last of all."""
     model = wrap(MLP_TASK.model())
     with monkeypatch.context() as patch:
         operations = Operations(patch)
         offload.save_checkpoint(tmp_path, model)
     steps = [name for name in operations.seen if name in ("save_file", "write_text", "fsync", "replace")]
     one = ["fsync", "replace", "fsync"]
-    assert steps == ["save_file", *one, "write_text", *one, "fsync", "write_text", *one]
+    assert steps == ["fsync", "save_file", *one, "write_text", *one, "fsync", "write_text", *one]
 
 
 def test_the_first_save_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def serve():
         said = in_child(dice.uniform(0, whole))
         done += 1
         resumed += (folder / "out" / "checkpoint" / "current.json").exists()
-        if not said and dice.random() < 0.7:
+        if not said and dice.random() < 0.85:
             again += 1
             continue  # killed again when it has gone on
         if not said:
@@ -77,6 +77,8 @@ def serve():
         assert said == want, (said, want)
         ends += 1
         shutil.rmtree(folder / "out", ignore_errors=True)
+    assert in_child(None) == want  # what the last kill left
+    ends += 1
     left = os.listdir(folder / "swap")
     print(json.dumps([ends, again, resumed, left]))
 """
@@ -141,8 +143,8 @@ def test_a_loop_that_is_killed_at_any_instant(tmp_path: Path) -> None:
     done = run_python(LOOP, timeout=240, KILL_FOLDER=str(tmp_path), KILLS=str(KILLS))
     assert done.returncode == 0, done.stderr[-3000:]
     ends, again, resumed, left = json.loads(done.stdout.splitlines()[-1])
-    assert ends >= KILLS // 5
-    assert again >= KILLS // 5
+    assert ends >= KILLS // 10
+    assert again >= KILLS // 3
     assert resumed >= KILLS // 3
     assert left == []
 
@@ -153,5 +155,5 @@ def test_finetune_that_is_killed_at_any_instant(tmp_path: Path) -> None:
     done = run_python(FINETUNE, timeout=240, KILL_FOLDER=str(tmp_path), KILLS=str(FINETUNE_KILLS))
     assert done.returncode == 0, done.stderr[-3000:]
     ends, _, _, left = json.loads(done.stdout.splitlines()[-1])
-    assert ends >= 2
+    assert ends >= 1
     assert left == []

@@ -79,16 +79,15 @@ def test_stopped_and_resumed_elsewhere(tmp_path: Path, dtype: str) -> None:
     assert not (config.out / "model.safetensors").exists()
     partial = json.loads(config.report_path.read_text())
     assert (partial["stopped_by"], len(partial["losses"]), partial["eval_loss"]["after"]) == ("SIGTERM", 1, None)
-    run = stopped_after(replace(config, wrap=places[1], resume=True), 3, signal.SIGINT)
-    assert run.exit_code == 130
+    on_disk = stopped_after(replace(config, wrap=places[1], resume=True), 3, signal.SIGINT)
+    assert on_disk.exit_code == 130
     run, got = finish(replace(config, wrap=places[2], resume=True))
     assert run.exit_code == 0
     assert got["resumed_at"] == [1, 3]
     assert got["stopped_by"] is None
     assert got["seconds"] >= sum(s["seconds"] for s in got["steps"])
-    lanes = [s["lanes"].get("nvme_write", 0) for s in got["steps"]]
-    assert [bool(n) for n in lanes] == [False, True, True, False, False, False]
-    assert got["lanes"]["nvme_write"]["bytes"] >= sum(lanes)
+    assert got["lanes"]["nvme_write"]["bytes"] == 2 * on_disk.report.swap_bytes_per_step > 0
+    assert got["mean_step"]["seconds"] > 0
     assert_same_run(got, want)
     assert_same(weights(config.out), weights(tmp_path / "whole"))
 

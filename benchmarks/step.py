@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this benchmark."""
     parser.add_argument("--sizes", type=_names(models.SIZES), default=["110m"], help="models, of 15m, 110m, 615m")
     parser.add_argument("--engines", type=_names(KINDS), default=list(KINDS), help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--steps", type=_positive, default=2, help="steps that an engine takes in each round")
+    parser.add_argument("--steps", type=positive, default=2, help="steps that an engine takes in each round")
     parser.add_argument("--clip", type=float, default=None, metavar="NORM", help="clip gradients (default: do not)")
     parser.add_argument(
         "--swap-dir", type=Path, default=None, metavar="DIR", help="where the disk is (default: beside this directory)"
@@ -68,7 +68,8 @@ def _names(known: Mapping[str, object]) -> Callable[[str], list[str]]:
     return parse
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """An argument: a whole number from 1 on."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, found {text}")
@@ -89,13 +90,18 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     return rows + (growth_rows(comparisons) if len(comparisons) > 1 else [])
 
 
+def swap_place(chosen: Path | None) -> Path:
+    """The directory that was chosen, or the one beside the current directory (which may be a checkout)."""
+    beside = Path.cwd().parent
+    place = chosen or (beside if os.access(beside, os.W_OK) else Path.cwd())
+    place.mkdir(parents=True, exist_ok=True)
+    return place
+
+
 @contextmanager
 def _swap_directory(arguments: argparse.Namespace, size: str) -> Iterator[Path]:
     """A directory of our own with room for every engine's files; gone afterwards."""
-    beside = Path.cwd().parent
-    default = beside if os.access(beside, os.W_OK) else Path.cwd()
-    place: Path = arguments.swap_dir or default
-    place.mkdir(parents=True, exist_ok=True)
+    place = swap_place(arguments.swap_dir)
     per_parameter = sum(KINDS[name].swap_per_parameter for name in arguments.engines)
     needed = int(models.SIZES[size].parameters * per_parameter) + (DISK_FILE if per_parameter else 0)
     free = free_disk(place)

@@ -48,6 +48,14 @@ def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory, and those it is in, so that a power cut does not take their names away again."""
+    missing = [folder for folder in path.parents if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in (path, *missing):  # the first also if it is there: whoever made it may not have come to this
+        sync_directory(folder.parent)
+
+
 def sync_directory(path: Path) -> None:
     """Make renames in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

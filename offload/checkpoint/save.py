@@ -13,9 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.checkpoint.files import sync_directory, write_tensors
-from offload.checkpoint.manifest import POINTER, FileEntry, Manifest, digest, names, point_to, write_manifest
-from offload.errors import OffloadError
+from offload.checkpoint.damage import checksum
+from offload.checkpoint.files import make_directory, sync_directory, write_tensors
+from offload.checkpoint.manifest import (
+    GENERATION,
+    POINTER,
+    FileEntry,
+    Manifest,
+    committed,
+    digest,
+    names,
+    point_to,
+    write_manifest,
+)
+from offload.errors import ConfigError, OffloadError
 from offload.training.optimizer import OffloadedOptimizer
 from offload.training.parameter import OffloadedParameter, ResidentParameter
 from offload.training.runtime import Runtime, runtime_of_model
@@ -25,13 +36,19 @@ SHARD = 1 << 30  # bytes of tensors in one file, and so about what saving keeps 
 
 
 def save_checkpoint(
-    path: str | PathLike[str], model: nn.Module, optimizer: OffloadedOptimizer | None = None, extra: Any = None
+    path: str | PathLike[str],
+    model: nn.Module,
+    optimizer: OffloadedOptimizer | None = None,
+    extra: Any = None,
+    *,
+    keep: int = 1,
 ) -> None:
     """Save all that training needs to go on to the bit: masters, moments, step counts, parameter groups, frozen
     weights, buffers, random generators (torch, Python), and ``extra`` (anything that JSON can hold).
 
     ``path`` is a directory. What it held stays valid until the new checkpoint is complete and synced; a failure or a
-    kill at any instant leaves the old one. Loads on any other tiers and budgets.
+    kill or power cut at any instant leaves the old one. Loads on any other tiers and budgets. The last ``keep``
+    checkpoints stay, the older ones as ``path/gen-NNNNNN``, which loads too.
 
     Raises CheckpointError or OSError if the disk refuses; the old checkpoint is then intact.
     """
@@ -39,22 +56,26 @@ def save_checkpoint(
     runtime.undo_abandoned()
     runtime.settle()
     _check_extra(extra)
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+        raise ConfigError(f"expected keep to be the number of checkpoints to keep, at least 1, found {keep!r}")
     root = Path(path)
-    root.mkdir(parents=True, exist_ok=True)
-    numbers = [int(p.name[4:]) for p in root.glob("gen-*") if p.name[4:].isdigit()]
-    folder = root / f"gen-{max(numbers, default=0) + 1:06d}"
+    make_directory(root)
+    older = {k: v for k, v in committed(root).items() if (root / k).is_dir()}
+    older = dict(list(older.items())[max(0, len(older) + 1 - keep) :])
+    numbers = [int(p.name[4:]) for p in root.glob(f"{GENERATION}*") if p.name[4:].isdigit()]
+    folder = root / f"{GENERATION}{max(numbers, default=0) + 1:06d}"
     folder.mkdir()
     try:
         manifest = _write(folder, runtime, model, optimizer, extra)
         write_manifest(folder, manifest)
         sync_directory(root)
-        point_to(root, folder)
+        point_to(root, folder, older)
     except BaseException:
         if not names(root, folder):  # what fails after the rename that commits must not take the new one away
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    for old in root.glob("gen-*"):
-        if old != folder:
+    for old in root.glob(f"{GENERATION}*"):
+        if old != folder and old.name not in older:
             shutil.rmtree(old, ignore_errors=True)
     for stale in root.glob(f".{POINTER}.*.tmp"):  # of a save that was killed
         stale.unlink(missing_ok=True)
@@ -65,6 +86,7 @@ def _write(
 ) -> Manifest:
     files: list[FileEntry] = []
     where: dict[str, str] = {}
+    checksums: dict[str, int] = {}
     shard: dict[str, torch.Tensor] = {}
 
     def flush() -> None:
@@ -73,6 +95,7 @@ def _write(
             write_tensors(folder / name, shard)
             files.append(FileEntry(name, (folder / name).stat().st_size, digest(folder / name)))
             where.update(dict.fromkeys(shard, name))
+            checksums.update({key: checksum(value) for key, value in shard.items()})
             shard.clear()
 
     for key, value in _tensors(runtime, model):
@@ -100,6 +123,7 @@ def _write(
         skipped_steps=0 if optimizer is None else optimizer.skipped_steps,
         python_random=[version, list(state), gauss],
         extra=extra,
+        checksums=checksums,
         versions={"torch": torch.__version__},
     )
 

@@ -25,8 +25,9 @@ def add(commands: Any) -> None:
         description="Fine-tune a transformers causal language model on text or JSONL files.",
         epilog="example: offload finetune --model DIR --data notes/*.txt --tiers gpu,cpu,nvme --swap /mnt/nvme/swap "
         "--out tuned\n\n"
-        "Ctrl-C or SIGTERM: the running step is finished, the model saved and run.json written; then the exit code is "
-        "130 or 143. A second one stops at once. Bad input exits with 2, a failed training with 1.",
+        "Ctrl-C or SIGTERM: the running step is finished, the model saved (with --save-every or --resume: a checkpoint "
+        "instead) and run.json written; then the exit code is 130 or 143. A second one stops at once, and so does "
+        "--stop-within; the last checkpoint stays. Bad input exits with 2, a failed training with 1.",
     )
     finetune.set_defaults(run=_finetune)
     text = finetune.add_argument_group("model and text")
@@ -62,6 +63,16 @@ def add(commands: Any) -> None:
         type=Path,
         metavar="FILE.toml",
         help="settings of offload.wrap, as `offload tune` writes them; flags win",
+    )
+
+    saving = finetune.add_argument_group("checkpoints")
+    saving.add_argument("--save-every", type=int, metavar="N", help="steps between checkpoints in --out (none)")
+    saving.add_argument("--keep", type=int, metavar="N", help="checkpoints that stay (1)")
+    saving.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint in --out; start if there is none"
+    )
+    saving.add_argument(
+        "--stop-within", type=float, metavar="S", help="seconds that a signal leaves for saving (no limit)"
     )
 
     loop = finetune.add_argument_group("training")
@@ -107,6 +118,7 @@ def _finetune_config(arguments: argparse.Namespace) -> FinetuneConfig:
     names = (
         *("model", "eval_fraction", "eval_batches", "out", "report", "steps", "seq_len", "batch_size", "grad_accum"),
         *("lr", "warmup_steps", "weight_decay", "clip", "seed", "gradient_checkpointing", "quiet"),
+        *("save_every", "keep", "resume", "stop_within"),
     )
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     return FinetuneConfig(
@@ -156,4 +168,6 @@ def _summarise(config: FinetuneConfig, report: RunReport) -> None:
         )
     for name, lane in report.lanes.items():
         print(f"lane {name}: {format_size(lane.bytes)} in {lane.busy_s:.1f} s of transfers")
-    print(f"model and tokenizer: {config.out}; figures: {config.report_path}")
+    stopped = report.stopped_by and config.checkpoints
+    result = f"checkpoint: {config.checkpoint_path}, for --resume" if stopped else f"model and tokenizer: {config.out}"
+    print(f"{result}; figures: {config.report_path}")

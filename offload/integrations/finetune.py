@@ -6,13 +6,15 @@ Everything that is special about offloading is in `FinetuneRun._wrap`; the rest 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, WriteBudgetError
 from offload.integrations.data import Blocks, batches, make_blocks, read_documents, tokenise
 from offload.integrations.finetune_config import FinetuneConfig
 from offload.integrations.interrupt import StopRequest, stop_on_signals
@@ -24,6 +26,7 @@ from offload.integrations.loading import (
     max_positions,
 )
 from offload.integrations.progress import Progress, StepFigures
+from offload.integrations.run_checkpoints import Generators, RunCheckpoints
 from offload.integrations.run_report import LaneFigures, RunReport, TierFigures
 from offload.sizes import format_size
 
@@ -35,6 +38,7 @@ class FinetuneRun:
 
     Raises:
         ConfigError, BudgetError, SwapError: what was asked for is not possible; nothing was written.
+        CheckpointError: the checkpoint to resume from is damaged or of another model.
     """
 
     def __init__(self, config: FinetuneConfig) -> None:
@@ -75,6 +79,7 @@ class FinetuneRun:
             self._check_model()
         with self._phase("wrap"):
             self._wrap()
+        self._resume()
         try:
             config.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -88,6 +93,26 @@ class FinetuneRun:
         self.optimizer = offload.AdamW(
             self.model.parameters(), lr=self.config.lr, weight_decay=self.config.weight_decay
         )
+        self.scaler = torch.amp.GradScaler(self._device().type, enabled=self._dtype() == torch.float16)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.config.lr_factor)
+        self.checkpoints = RunCheckpoints(self.config, self.blocks, self._dtype())
+
+    def _resume(self) -> None:
+        config = self.config
+        if not self.checkpoints.exist():
+            if config.resume:
+                self.progress.say(f"no checkpoint in {config.out} yet: starting from the beginning")
+            return
+        if not config.resume:
+            raise ConfigError(
+                f"{config.checkpoint_path} holds a checkpoint of an earlier run; go on from it by --resume, remove it, "
+                "or give another --out"
+            )
+        with self._phase("resume"):
+            done = self.checkpoints.resume(self.model, self.optimizer, self.scaler, self.report)
+        self.schedule.last_epoch = done
+        self.progress = Progress(config.steps, quiet=config.quiet, done=done)
+        self.progress.say(f"resumed after step {done} of {config.steps}")
 
     def _check_model(self) -> None:
         """What only the loaded model can tell, and what would otherwise fail hours later."""
@@ -105,9 +130,12 @@ class FinetuneRun:
         self.report.parameters = sum(p.numel() for p in parameters)
         place = next(parent for parent in (config.out, *config.out.absolute().parents) if parent.exists())
         needed, free = sum(p.nbytes for p in parameters), shutil.disk_usage(place).free
+        if config.save_every:  # one more while a new one is written beside the old
+            needed += (config.keep + 1) * 12 * self.report.parameters - _size_of(config.checkpoint_path)
         if needed > free:
             raise ConfigError(
-                f"the result needs about {format_size(needed)} in {config.out}, which has {format_size(free)} free; "
+                f"the result{' and its checkpoints need' if config.save_every else ' needs'} about "
+                f"{format_size(needed)} in {config.out}, which has {format_size(free)} free; "
                 "give another directory or make room"
             )
         if config.gradient_checkpointing:
@@ -116,35 +144,57 @@ class FinetuneRun:
     def train(self) -> RunReport:
         """Evaluate, train, evaluate, save the model and write the report. A signal ends training early, not the rest.
 
-        After a signal the second evaluation is left out; `RunReport.stopped_by` names it.
+        After a signal the second evaluation is left out, and a run with checkpoints saves one instead of the model;
+        `RunReport.stopped_by` names the signal.
+
+        Raises:
+            WriteBudgetError: the next step would pass the write budget; a checkpoint was saved.
         """
-        report = self.report
-        with self.progress, stop_on_signals(quiet=self.config.quiet) as stop:
-            report.eval_loss["before"] = self._evaluate("before", stop)
-            self._steps(stop)
+        config, report = self.config, self.report
+        with self.progress, stop_on_signals(quiet=config.quiet, within=config.stop_within) as stop:
+            self._tell_writes()
+            if not report.steps:
+                report.eval_loss["before"] = self._evaluate("before", stop)
+            try:
+                self._steps(stop)
+            except WriteBudgetError as error:
+                raise self._out_of_writes(error) from error
             if not stop:
                 report.eval_loss["after"] = self._evaluate("after", stop)
+            self._figures()
             with self._phase("save"):
-                self._save()
+                if stop and config.checkpoints:
+                    self._checkpoint()
+                else:
+                    self._save()
             report.stopped_by, self.exit_code = stop.name, stop.exit_code
-            report.write(self.config.report_path)
+            report.write(config.report_path)
         return report
 
     def _steps(self, stop: StopRequest) -> None:
         import offload
 
         config, model, optimizer, report = self.config, self.model, self.optimizer, self.report
-        device = self._device()
-        scaler = torch.amp.GradScaler(device.type, enabled=self._dtype() == torch.float16)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, config.lr_factor)
+        device, scaler = self._device(), self.scaler
         data = batches(self.blocks.train, config.batch_size, config.steps * config.grad_accum, config.seed)
+        done = len(report.steps)
+        data = itertools.islice(data, done * config.grad_accum, None)
         model.train()
-        before = self._lanes()
+        earlier, earlier_s, before = report.lanes, report.seconds, self._lanes()
         start = time.perf_counter()
-        for _ in range(config.steps):
+
+        def total() -> None:
+            """What the whole run has taken, earlier parts of it included."""
+            report.lanes = _sum(earlier, self._lanes(before))
+            saving = report.phases.get("checkpoints", 0.0)
+            report.seconds = earlier_s + time.perf_counter() - start - saving
+            report.skipped_steps = optimizer.skipped_steps
+
+        for _ in range(done, config.steps):
             if stop:
                 break
             step_start, step_lanes = time.perf_counter(), self._lanes(wait=False)
+            generators = Generators(device)
             lr = optimizer.param_groups[0]["lr"]
             loss_sum = torch.zeros((), device=device)
             for _ in range(config.grad_accum):
@@ -155,10 +205,15 @@ class FinetuneRun:
             norm = None
             if config.clip > 0:
                 norm = float(offload.clip_grad_norm_(model.parameters(), config.clip))
-            scaler.step(optimizer)
+            try:
+                scaler.step(optimizer)
+            except WriteBudgetError:
+                generators.put_back()  # the step was not taken, and will draw the same numbers when it is
+                total()
+                raise
             scaler.update()
             optimizer.zero_grad()
-            schedule.step()
+            self.schedule.step()
             measured = offload.stats(model, wait=False).step  # waiting here would hide nothing of the update
             if measured is not None:
                 report.count(measured.as_dict())
@@ -173,9 +228,43 @@ class FinetuneRun:
             )
             report.steps.append(figures)
             self.progress.step(figures)
-        report.lanes = self._lanes(before)
-        report.seconds = time.perf_counter() - start
-        report.skipped_steps = optimizer.skipped_steps
+            if config.save_every and len(report.steps) % config.save_every == 0:
+                total()
+                self._checkpoint()
+        total()
+
+    def _tell_writes(self) -> None:
+        """How much this run will write to swap space, which wears a disk out."""
+        import offload
+
+        left = self.config.steps - len(self.report.steps)
+        per_step = sum(by_tier.get("nvme", 0) for by_tier in offload.stats(self.model).placement.values())
+        self.report.swap_bytes_per_step = per_step
+        if per_step and left:
+            self.progress.say(
+                f"swap: each step writes {format_size(per_step)}, {left} steps {per_step * left / 1e12:.3g} TB"
+            )
+
+    def _checkpoint(self) -> bool:
+        """Save one; training goes on where the disk refuses it."""
+        start, phases = time.perf_counter(), self.report.phases
+        refusal = self.checkpoints.save(self.model, self.optimizer, self.scaler, self.report)
+        phases["checkpoints"] = phases.get("checkpoints", 0.0) + time.perf_counter() - start
+        if refusal:
+            self.progress.warn(refusal)
+        else:
+            self.progress.say(f"checkpoint of step {self.checkpoints.step} in {self.config.checkpoint_path}")
+        return not refusal
+
+    def _out_of_writes(self, error: WriteBudgetError) -> WriteBudgetError:
+        """Save what there is; returns the error to end with."""
+        report, path = self.report, self.config.checkpoint_path
+        report.stopped_by = "write_budget"
+        self._figures()
+        saved = self._checkpoint()
+        report.write(self.config.report_path)
+        how = f"after step {len(report.steps)}: a checkpoint is in {path}, --resume goes on from it"
+        return WriteBudgetError(f"{how if saved else report.failed_checkpoints[-1]}. {error}")
 
     def _loss(self, ids: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -199,12 +288,16 @@ class FinetuneRun:
         self.progress.say(f"held-out loss {when} training: {total / len(blocks):.4f} nats per token")
         return total / len(blocks)
 
-    def _save(self) -> None:
+    def _figures(self) -> None:
         import offload
 
         stats = offload.stats(self.model)
         self.report.tiers = {n: TierFigures(t.used, t.peak, t.budget) for n, t in stats.tiers.items()}
         self.report.placement = {kind: dict(by_tier) for kind, by_tier in stats.placement.items()}
+
+    def _save(self) -> None:
+        import offload
+
         self.model.config.dtype = self._dtype()  # what the files hold, so that it loads as it was saved
         offload.save_pretrained(self.model, self.config.out)
         self.tokenizer.save_pretrained(self.config.out)
@@ -235,3 +328,14 @@ class FinetuneRun:
             yield
         finally:
             self.report.phases[name] = time.perf_counter() - start
+
+
+def _sum(one: Mapping[str, LaneFigures], other: Mapping[str, LaneFigures]) -> dict[str, LaneFigures]:
+    zero = LaneFigures(0, 0.0)
+    pairs = {name: (one.get(name, zero), other.get(name, zero)) for name in {**one, **other}}
+    return {name: LaneFigures(a.bytes + b.bytes, a.busy_s + b.busy_s) for name, (a, b) in pairs.items()}
+
+
+def _size_of(folder: Path) -> int:
+    """Bytes of the files below a directory; 0 if there is none."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -31,6 +31,10 @@ class FinetuneConfig:
         eval_fraction: share of the tokens of `data` to hold out; 0: no evaluation (without `eval_data`).
         eval_batches: batches of held-out text that are evaluated at most.
         gradient_checkpointing: compute activations again in backward instead of keeping them.
+        save_every: steps between checkpoints; 0: none.
+        keep: checkpoints that stay.
+        resume: go on from the newest checkpoint, if there is one.
+        stop_within: seconds after a signal in which the process has saved, or else ends without; 0: no limit.
         report: file for the figures of the run; None: ``run.json`` in `out`.
     """
 
@@ -51,19 +55,24 @@ class FinetuneConfig:
     eval_fraction: float = 0.05
     eval_batches: int = 16
     gradient_checkpointing: bool = False
+    save_every: int = 0
+    keep: int = 1
+    resume: bool = False
+    stop_within: float = 0.0
     report: Path | None = None
     quiet: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.data:
             raise ConfigError("no data given; name at least one text or JSONL file")
-        for name in ("steps", "seq_len", "batch_size", "grad_accum", "eval_batches"):
+        for name in ("steps", "seq_len", "batch_size", "grad_accum", "eval_batches", "keep"):
             _check(name, getattr(self, name), int, 1)
+        _check("save_every", self.save_every, int, 0)
         _check("seq_len", self.seq_len, int, 2)
         _check("seed", self.seed, int, 0)
         if self.warmup_steps is not None:
             _check("warmup_steps", self.warmup_steps, int, 0, self.steps)
-        for name in ("lr", "weight_decay", "clip"):
+        for name in ("lr", "weight_decay", "clip", "stop_within"):
             _check(name, getattr(self, name), (int, float), 0)
         _check("eval_fraction", self.eval_fraction, (int, float), 0, 0.9)
         if self.out.exists() and not self.out.is_dir():
@@ -80,6 +89,22 @@ class FinetuneConfig:
     def report_path(self) -> Path:
         """Where the figures of the run go."""
         return self.out / "run.json" if self.report is None else self.report
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """Where the checkpoints are."""
+        return self.out / "checkpoint"
+
+    @property
+    def checkpoints(self) -> bool:
+        """Does a signal save a checkpoint (or, without any, the model)?"""
+        return self.save_every > 0 or self.resume
+
+    def numbers(self) -> dict[str, Any]:
+        """The settings that decide the numbers of the run, beside model, text and dtype. The others may change when it
+        is resumed."""
+        names = ("steps", "seq_len", "batch_size", "grad_accum", "lr", "weight_decay", "clip", "seed", "eval_batches")
+        return {**{name: getattr(self, name) for name in names}, "warmup_steps": self.warmup}
 
     @property
     def tokens_per_step(self) -> int:

@@ -33,9 +33,10 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals(*, quiet: bool = False) -> Iterator[StopRequest]:
+def stop_on_signals(*, quiet: bool = False, within: float = 0.0) -> Iterator[StopRequest]:
     """While inside, the first SIGINT or SIGTERM only notes the request, and says so on standard error unless `quiet`; a
-    second one acts as it did before.
+    second one acts as it did before. If the context is not left `within` seconds after that (0: no limit), the process
+    ends where it is, with the exit code of the request.
 
     Outside the main thread Python delivers no signals, and the request never comes.
     """
@@ -53,14 +54,23 @@ def stop_on_signals(*, quiet: bool = False) -> Iterator[StopRequest]:
     def note(number: int, frame: FrameType | None) -> None:
         request.signal = signal.Signals(number)
         restore()
+        if within:
+            deadline.start()
         if not quiet:
             # Not `print`: the handler may interrupt a print to the same stream, which Python refuses to enter twice.
             line = f"\n{request.signal.name}: finishing this step, then saving; once more to stop at once\n"
             os.write(2, line.encode())
 
+    def expire() -> None:
+        os.write(2, f"\nnot saved within {within:g} s: ending now; the last checkpoint is as it was\n".encode())
+        os._exit(request.exit_code)
+
+    deadline = threading.Timer(within, expire)  # a thread: the main one may be in a long computation
+    deadline.daemon = True
     for number in signals:
         signal.signal(number, note)
     try:
         yield request
     finally:
+        deadline.cancel()
         restore()

@@ -34,11 +34,11 @@ class StepFigures:
 class Progress:
     """Reports steps to `stream`. Also a context manager, which closes the bar."""
 
-    def __init__(self, steps: int, *, quiet: bool = False, stream: TextIO | None = None) -> None:
+    def __init__(self, steps: int, *, quiet: bool = False, stream: TextIO | None = None, done: int = 0) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._quiet = quiet
         self._steps = steps
-        self._done = 0
+        self._done = done
         self._lanes: dict[str, int] = {}
         self._last_line = -_SECONDS_BETWEEN_LINES
         self._bar: Any = None
@@ -58,6 +58,12 @@ class Progress:
             self._bar.write(message, file=self._stream)
         else:
             print(message, file=self._stream, flush=True)
+
+    def warn(self, message: str) -> None:
+        """As `say`, also when quiet."""
+        quiet, self._quiet = self._quiet, False
+        self.say(f"warning: {message}")
+        self._quiet = quiet
 
     def step(self, figures: StepFigures) -> None:
         """Report one finished step."""
@@ -82,6 +88,8 @@ class Progress:
         from tqdm import tqdm  # type: ignore[import-untyped]  # it ships no types
 
         if self._bar is None:
-            self._bar = tqdm(total=self._steps, file=self._stream, unit="step", dynamic_ncols=True)
+            self._bar = tqdm(
+                total=self._steps, initial=self._done - 1, file=self._stream, unit="step", dynamic_ncols=True
+            )
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(1)

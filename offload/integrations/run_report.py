@@ -46,7 +46,10 @@ class RunReport:
         tiers: by name, over the whole run.
         placement: bytes at home on each tier, by kind ("weights", "optimizer state") and tier.
         seconds: wall time of training alone: no loading, evaluation or saving.
-        stopped_by: "SIGINT" or "SIGTERM" if a signal ended the run before its last step.
+        stopped_by: what ended the run before its last step: "SIGINT", "SIGTERM", or "write_budget".
+        resumed_at: the steps after which it went on from a checkpoint.
+        failed_checkpoints: what the disk said to those that it refused.
+        swap_bytes_per_step: bytes that the plan writes to swap space in one step.
         phases: wall seconds of the other parts of the run.
         measured_steps, sum_of_steps: how many steps :meth:`count` was told of, and the sum of their numbers.
     """
@@ -63,6 +66,9 @@ class RunReport:
     seconds: float = 0.0
     skipped_steps: int = 0
     stopped_by: str | None = None
+    resumed_at: list[int] = field(default_factory=list)
+    failed_checkpoints: list[str] = field(default_factory=list)
+    swap_bytes_per_step: int = 0
     phases: dict[str, float] = field(default_factory=dict)
     measured_steps: int = 0
     sum_of_steps: dict[str, Any] = field(default_factory=dict)
@@ -103,6 +109,9 @@ class RunReport:
             "blocks": self.blocks,
             "skipped_steps": self.skipped_steps,
             "stopped_by": self.stopped_by,
+            "resumed_at": self.resumed_at,
+            "failed_checkpoints": self.failed_checkpoints,
+            "swap_bytes_per_step": self.swap_bytes_per_step,
             "phases": self.phases,
             "mean_step": self.mean_step,
             "steps": [{**vars(step), "lanes": dict(step.lanes)} for step in self.steps],

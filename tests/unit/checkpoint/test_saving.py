@@ -16,7 +16,7 @@ import torch
 
 import offload
 from offload.checkpoint import files, manifest, save
-from offload.errors import CheckpointError
+from offload.errors import CheckpointError, ConfigError
 from tests.loops import adamw, assert_same, masters, train, wrap
 from tests.models import MLP_TASK
 
@@ -119,14 +119,14 @@ def test_each_operation_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_everything_is_synced_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file before its rename, each directory after it, and the pointer last of all."""
+    """The directory's own name, each file before its rename, each directory after it, and the pointer last of all."""
     model = wrap(MLP_TASK.model())
     with monkeypatch.context() as patch:
         operations = Operations(patch)
         offload.save_checkpoint(tmp_path, model)
     steps = [name for name in operations.seen if name in ("save_file", "write_text", "fsync", "replace")]
     one = ["fsync", "replace", "fsync"]
-    assert steps == ["save_file", *one, "write_text", *one, "fsync", "write_text", *one]
+    assert steps == ["fsync", "save_file", *one, "write_text", *one, "fsync", "write_text", *one]
 
 
 def test_the_first_save_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +157,24 @@ def test_generations(tmp_path: Path) -> None:
     assert not (root / "gen-000041").exists()
     assert not (root / ".current.json.123.tmp").exists()
     assert (root / "notes.txt").read_text() == "mine"
+
+
+def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+    model = wrap(MLP_TASK.model())
+    for number in range(1, 6):
+        offload.save_checkpoint(tmp_path, model, extra=number, keep=3)
+    (tmp_path / "gen-000009").mkdir()  # of a save that was killed
+    assert offload.load_checkpoint(tmp_path, model) == 5
+    offload.save_checkpoint(tmp_path, model, extra=10, keep=3)
+    assert sorted(os.listdir(tmp_path)) == ["current.json", "gen-000004", "gen-000005", "gen-000010"]
+    assert [offload.load_checkpoint(tmp_path / f"gen-{n:06d}", model) for n in (4, 5, 10)] == [4, 5, 10]
+    offload.save_checkpoint(tmp_path, model, keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["current.json", "gen-000010", "gen-000011"]
+    offload.save_checkpoint(tmp_path, model)
+    assert sorted(os.listdir(tmp_path)) == ["current.json", "gen-000012"]
+    for keep in (0, -1, True, 1.5, None):
+        with pytest.raises(ConfigError, match="expected keep to be"):
+            offload.save_checkpoint(tmp_path, model, keep=keep)
 
 
 def test_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from offload.storage.open_device import open_device
 from offload.storage.swap import SwapSpace
 from offload.storage.tiers import Tier
 from offload.storage.wear import WriteMeter
+from offload.storage.worker import Worker
 from offload.training.delivery import Delivery
 from offload.training.gradients import GradientBuffer, Gradients, gradient_dtype
 from offload.training.hooks import attach
@@ -50,7 +51,6 @@ from offload.training.state import StateStore, state_bytes
 from offload.training.steps import StepMeter
 from offload.training.tracing import trace_as_environment_says, write_trace_of_environment
 from offload.training.transfers import Transfers
-from offload.training.worker import Worker
 
 log = logging.getLogger("offload")
 Model = TypeVar("Model", bound=nn.Module)

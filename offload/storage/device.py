@@ -14,7 +14,6 @@ only ever sees the compute stream, and needs no ``record_stream``, which would d
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import contextlib
 import threading
 import time
@@ -29,6 +28,7 @@ from offload.errors import ConfigError
 from offload.lanes import Lanes
 from offload.storage.memory import POISON, HostMemory
 from offload.storage.ticket import FutureTicket, Ticket, wait_until
+from offload.storage.worker import Worker
 
 _cuda: Any = torch.cuda  # whose stubs type neither streams nor events
 
@@ -168,7 +168,7 @@ class HostDevice(Device):
     def __init__(self, lanes: Lanes, poison: bool = False) -> None:
         self.torch_device = torch.device("cpu")
         self._lanes, self._poison = lanes, poison
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="offload-copy")
+        self._pool = Worker("offload-copy")
 
     def region(self, nbytes: int) -> Region:
         return HostRegion(nbytes, self._poison)
@@ -191,7 +191,7 @@ class HostDevice(Device):
         return
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True)
+        self._pool.close()
 
 
 class _CudaRegion(Region):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections import deque
@@ -39,7 +40,7 @@ class NativeTicket(Ticket):
         if not self._lock.acquire(blocking=False):
             return False  # another thread is waiting for it
         try:
-            if not self._ended and self._aio.done(self._request):
+            if not self._ended and self._is_answered():
                 self._collect()
             return self._ended
         finally:
@@ -62,8 +63,19 @@ class NativeTicket(Ticket):
         finally:
             self._lock.release()
 
+    def _is_answered(self) -> bool:
+        try:
+            return self._aio.done(self._request)
+        except ValueError:  # see _collect
+            return True
+
     def _collect(self, timeout_s: float | None = None) -> None:
-        completion = self._aio.wait(self._request, timeout_s)
+        try:
+            completion = self._aio.wait(self._request, timeout_s)
+        except ValueError:  # an interrupt came between its end and our note of it
+            self._error = OSError(errno.EIO, "the outcome of the transfer was lost to an interrupt")
+            self._ended = True
+            return
         if completion.error:
             self._error = OSError(
                 completion.error,

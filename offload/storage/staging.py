@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
+from offload.errors import SwapError
 from offload.storage import hung
 from offload.storage.memory import POISON, HostMemory
 
@@ -26,11 +28,18 @@ class StagingPool:
         self._changed = threading.Condition()
 
     def take(self) -> torch.Tensor:
-        """A free buffer; waits for one."""
+        """A free buffer; waits for one. SwapError if a transfer hangs in every one."""
         with self._changed:
+            self._take_back()
             self._waiting += 1
             try:
                 while not self._free:
+                    if len(self._late) == self.count:
+                        raise SwapError(
+                            "swap: expected a staging buffer to come free, found a transfer that hangs in every one; "
+                            "they are free when the disk answers. Check the disk",
+                            errno=errno.ETIMEDOUT,
+                        )
                     self._changed.wait(_LOOK_S if self._late else None)
                     self._take_back()
                 return self._free.pop()
@@ -56,6 +65,11 @@ class StagingPool:
             if self._poison:
                 buffer.fill_(POISON)
             self._free.append(buffer)
+
+    @property
+    def wanted(self) -> bool:
+        """Does somebody wait for a buffer?"""
+        return self._waiting > 0
 
     @contextmanager
     def borrow(self) -> Iterator[torch.Tensor]:

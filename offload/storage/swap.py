@@ -321,7 +321,7 @@ class SwapSpace:
             parts,
             buffer,
             expected,
-            lambda: self._start(False, extent, buffer, offset),
+            lambda: self._reread(extent, buffer, offset),
             lambda at: self._where(extent, offset + at),
         )
 
@@ -347,8 +347,16 @@ class SwapSpace:
             start += piece.nbytes
         return tickets
 
+    def _reread(self, extent: Extent, buffer: torch.Tensor, offset: int) -> list[SwapTicket]:
+        with self._lock:
+            self._check_open()
+            parts = self._start(False, extent, buffer, offset)
+            self._live.get(extent.key, []).extend(parts)
+            return parts
+
     def _refuse_while_late(self, write: bool) -> None:
-        self._late[:] = [ticket for ticket in self._late if not ticket.done()]  # tickets hold on to this very list
+        for ticket in [ticket for ticket in self._late if ticket.done()]:
+            self._late.remove(ticket)  # one by one: others append to this very list
         if self._late:
             raise SwapError(
                 "swap: expected an answer to an earlier transfer, found that it still hangs; nothing else is asked of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +25,7 @@ class _Late(Exception):
 
 
 class SwapTicket(Ticket):
-    """One request on one swap file. It may take `limit_s` seconds from when somebody begins to wait (None: for ever).
+    """One request on one swap file. It may take `limit_s` seconds from when it was asked for (None: for ever).
 
     A ticket is done when the system has answered, and settled when we have dealt with the answer: a refusal of direct
     I/O is followed by a second try through the page cache, which uses buffer and file once more. One that passes its
@@ -44,6 +45,7 @@ class SwapTicket(Ticket):
     ) -> None:
         self._backend, self._file, self._write, self._offset, self._lane = backend, file, write, offset, lane
         self._limit_s, self._late = limit_s, late
+        self._asked = time.monotonic()
         self._length = buffer.numel()
         self._error: Exception | None = None
         self._lock = threading.Lock()
@@ -97,7 +99,7 @@ class SwapTicket(Ticket):
     def _finish(self, request: Ticket, buffer: torch.Tensor, timeout_s: float | None) -> None:
         try:
             try:
-                request.wait(self._limit_s if timeout_s is None else timeout_s)
+                request.wait(self._left() if timeout_s is None else timeout_s)
             except TimeoutError:
                 if not request.done():
                     raise _Late from None
@@ -110,6 +112,10 @@ class SwapTicket(Ticket):
             warn_once(f"direct I/O refused a transfer in {self._file.directory}: it went through the page cache")
             fd = self._file.buffered_fd()
             self._backend.submit(self._write, fd, buffer, self._offset, lane=self._lane).wait()
+
+    def _left(self) -> float | None:
+        """Seconds of the time limit that are left."""
+        return None if self._limit_s is None else max(0.0, self._asked + self._limit_s - time.monotonic())
 
     def _give_up(self, request: Ticket, buffer: torch.Tensor) -> None:
         hung.add(request, buffer)

@@ -24,6 +24,7 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     if not max_norm >= 0:
         raise ValueError(f"max_norm: expected a number >= 0, found {max_norm!r}")
     runtime = runtime_of(listed[0])
+    runtime.settle()
     runtime.gradients.wait()
     total = 0.0
     for parameter in listed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 import torch
@@ -18,7 +18,7 @@ from offload.storage.device import Device
 from offload.storage.memory import view
 from offload.storage.ticket import Ticket
 from offload.training.steps import Waiting, unmeasured
-from offload.training.waiting import plain
+from offload.training.waiting import Settles, plain, waiting
 
 _UNDER_WAY = 8  # gradients that may wait on the device for their copy
 _OURS = 2  # references to a view that nobody else holds: a local name, and the question itself
@@ -32,6 +32,7 @@ class GradientBuffer:
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self.present = [False] * len(unit.members)
+        self.promised: set[int] = set()  # members whose gradient is a promised update's, and none has come since
 
     @property
     def flat(self) -> torch.Tensor:
@@ -46,6 +47,18 @@ class GradientBuffer:
             slots = [m.slot for m in self.unit.members]
             self._views = [self.flat[s.offset : s.offset + s.numel].view(s.shape) for s in slots]
         return self._views[index]
+
+    def promise(self, indices: Iterable[int], owner: Settles) -> None:
+        """An update is about to read these. Whoever holds them waits for it before doing anything to them."""
+        self.promised = set(indices)
+        for gradient in self._views:
+            waiting(gradient, owner, self.unit)
+
+    def forsake(self) -> None:
+        """That update failed and keeps them: who looks for a gradient finds none."""
+        for index in self.promised:
+            self.present[index] = False
+        self.promised = set()
 
     def let_go(self, index: int) -> None:
         """The gradient is cleared. Whoever kept ``p.grad`` keeps its values: the tensor gets memory of its own."""
@@ -80,6 +93,7 @@ class Gradients:
             gradient = gradient.to_dense()
         gradient = gradient.to(buffer.dtype)  # first, so that it is rounded once and alike wherever it is added
         target = buffer.view(index)
+        buffer.promised.discard(index)
         if self._device.host_visible or target.device == gradient.device != torch.device("cpu"):
             if buffer.present[index]:
                 target.add_(gradient)
@@ -126,6 +140,7 @@ class Gradients:
             if buffer.present[index]:
                 buffer.let_go(index)
             buffer.present[index] = False
+            buffer.promised.discard(index)
             return
         member: Member = unit.members[index]
         if tuple(value.shape) != member.slot.shape:
@@ -134,6 +149,7 @@ class Gradients:
                 f"found {tuple(value.shape)}"
             )
         target = buffer.view(index)
+        buffer.promised.discard(index)
         if value is not target:
             target.copy_(value)
         buffer.present[index] = True

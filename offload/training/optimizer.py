@@ -85,8 +85,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         runtime = self._owner()
         unit, index = runtime.place_of(parameter)
         member = unit.members[index]
+        runtime.settle()  # an update under way counts its step when it begins
         if member.step:
-            runtime.settle()
             zero = torch.zeros(member.slot.shape, device="cpu")
             write_moments(runtime.state, unit, member, zero, zero)
             member.step = 0
@@ -125,9 +125,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             return loss
         updates = self._collect(runtime)
         runtime.promises.allow(updates)
-        runtime.clip_factors.forget(mine)
-        if updates:
-            runtime.promise(updates)
+        try:
+            if updates:
+                runtime.promise(updates)
+        finally:
+            runtime.clip_factors.forget(mine)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -11,13 +11,13 @@ from offload.storage.device import Device
 from offload.storage.staging import StagingPool
 from offload.storage.tiers import Tier
 from offload.storage.wear import WriteMeter
+from offload.storage.worker import Worker
 from offload.training.delivery import Delivery
 from offload.training.gradients import Gradients
 from offload.training.residency import Residency
 from offload.training.state import StateStore
 from offload.training.steps import StepMeter
 from offload.training.transfers import Transfers
-from offload.training.worker import Worker
 
 
 @dataclass

@@ -54,6 +54,9 @@ class Promises:
         updates.sort(key=lambda u: order.get(u.unit.index, len(order)))
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version([m.parameter for u in updates for m in u.members])
+        for update in updates:
+            unit = update.unit
+            p.gradients.buffer(unit).promise((unit.members.index(m) for m in update.members), self)
         hidden = not p.device.host_visible or bytes_to_disk(updates) > 0
         self._pending = PendingUpdate(updates, p.device, p.residency, p.state.staging, p.delivery, p.lanes, begin)
         self._pending.start(p.update_thread)
@@ -85,10 +88,8 @@ class Promises:
         try:
             yield pending
         except Exception:
-            if pending is not None:  # its gradients are its own now: who looks for them after an error finds none
-                for update in pending.updates:
-                    buffer = self._parts.gradients.buffer(update.unit)
-                    buffer.present = [False] * len(buffer.present)
+            for update in pending.updates if pending is not None else ():
+                self._parts.gradients.buffer(update.unit).forsake()
             raise
         if pending is not None and pending.over:
             self._pending = None

@@ -24,7 +24,7 @@ from offload.training.steps import Waiting, unmeasured
 from offload.training.transfers import Transfers
 
 KIND = "weights"
-LOOK_S = 0.002  # between two looks at a fetch, which tells nobody of its end
+LOOK_S = 0.002  # between two looks at a transfer or a buffer, which tell nobody of their end
 PATIENCE_S = 0.2  # between two looks, should a wake-up have been missed
 
 
@@ -160,7 +160,9 @@ class Residency:
     def require_room(self, unit: Unit) -> None:
         """Raise BudgetError unless there is room for it: nobody is going to make any."""
         with self.changed:
-            if unit.state is State.AWAY and not self._wanted and not self._make_room(unit.region.nbytes):
+            if self._wanted or any(_arriving(u) for u in self._here()):
+                return  # not yet
+            if unit.state is State.AWAY and not self._make_room(unit.region.nbytes):
                 gc.collect()
                 if not self._make_room(unit.region.nbytes):
                     self._refuse(unit.region.nbytes, unit.name)
@@ -193,6 +195,8 @@ class Residency:
         try:
             ticket.order_compute()
         except BaseException:
+            with suppress(Exception):  # an interrupt leaves it under way, and its memory does not go before its end
+                ticket.wait()
             with self.changed:
                 unit.ticket = None
                 self.release(unit)  # so that the next use asks again
@@ -277,8 +281,10 @@ class Residency:
                         return
         finally:
             self._wanted -= 1
-        if not (gc.collect() and self._make_room(nbytes)):
-            self._refuse(nbytes, name)
+        if not self._make_room(nbytes):
+            gc.collect()
+            if not self._make_room(nbytes):
+                self._refuse(nbytes, name)
 
     def _refuse(self, nbytes: int, name: str) -> NoReturn:
         held = [f"{u.name} ({_why(u)})" for u in self._here()]

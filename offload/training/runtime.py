@@ -10,6 +10,7 @@ fused path is off while a wrapped model runs, whatever the budgets.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -83,7 +84,7 @@ class Runtime:
         self.promises = Promises(parts)
         gradients, places = parts.gradients, self._places  # not self: nothing is to hold the runtime but the model
         self.clip_factors = ClipFactors(lambda p: gradients.get(*places[id(p)]))
-        self._finalizer = weakref.finalize(self, _close, [u.region.key for u in self.units], parts.close)
+        self._finalizer = weakref.finalize(self, _close, os.getpid(), [u.region.key for u in self.units], parts.close)
         for unit in self.units:
             register(self, unit)
 
@@ -182,8 +183,10 @@ class Runtime:
 
     @contextmanager
     def touching(self, units: list[Unit]) -> Iterator[None]:
-        """Owner: as around a forward, for one function of torch."""
+        """Owner: as around a forward, for one function of torch. Outside a module it is somebody who looks."""
         self.undo_abandoned()
+        if not self._frames:
+            self.settle()
         frame = self.before_forward(units, touch=True)
         try:
             yield
@@ -304,6 +307,8 @@ class Runtime:
     def resident(self, units: Sequence[Unit]) -> Iterator[None]:
         """The units are in compute memory and their parameters plain inside the context."""
         self.undo_abandoned()
+        if not self._frames:
+            self.settle()
         entered: list[Unit] = []
         try:
             for unit in units:
@@ -420,8 +425,13 @@ class Runtime:
         self._finalizer()
 
 
-def _close(keys: list[int], close: Callable[[], None]) -> None:
-    """Whoever lets go of the last reference closes; garbage may be found by a thread that closing waits for."""
+def _close(process: int, keys: list[int], close: Callable[[], None]) -> None:
+    """Whoever lets go of the last reference closes; garbage may be found by a thread that closing waits for.
+
+    A fork has a copy of everything but the threads, and nothing of its own to close.
+    """
+    if os.getpid() != process:
+        return
     for key in keys:
         unregister(key)
     if threading.current_thread() is threading.main_thread():

@@ -6,7 +6,6 @@ staging buffers, read-ahead and copy overlapping, in a thread of its own, so tha
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections import deque
 
 import torch
@@ -17,6 +16,7 @@ from offload.sizes import PAGE, round_up
 from offload.storage.device import Device, Region
 from offload.storage.staging import StagingPool
 from offload.storage.ticket import DoneTicket, FutureTicket, Ticket
+from offload.storage.worker import Worker
 
 
 class Transfers:
@@ -24,7 +24,7 @@ class Transfers:
 
     def __init__(self, device: Device, staging: StagingPool | None) -> None:
         self._device, self._staging = device, staging
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="offload-fetch")
+        self._thread = Worker("offload-fetch")
 
     def fetch(self, unit: Unit) -> Ticket:
         """Home to compute memory (committed)."""
@@ -127,4 +127,4 @@ class Transfers:
             self._pool().release(buffer)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True)
+        self._thread.close()

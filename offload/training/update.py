@@ -30,11 +30,11 @@ from offload.sharding.unit import Member, StateBlock, Unit
 from offload.storage.device import Device
 from offload.storage.staging import StagingPool
 from offload.storage.ticket import Ticket
+from offload.storage.worker import Worker
 from offload.training.delivery import Delivery
-from offload.training.residency import PATIENCE_S, Residency
+from offload.training.residency import LOOK_S, PATIENCE_S, Residency
 from offload.training.rules import UpdateRule
 from offload.training.state import state_bytes
-from offload.training.worker import Worker
 from offload.training.writeback import WriteBehind, wait_quietly
 
 
@@ -106,7 +106,6 @@ class PendingUpdate:
     def __post_init__(self) -> None:
         for update in self.updates:
             self._works.append(_Work(update, deque(_Item(b) for b in update.blocks())))
-            update.unit.pending = True
 
     # By whoever promised it, and waits
 
@@ -114,6 +113,8 @@ class PendingUpdate:
         """Begin, or go on, on ``thread``."""
         with self.residency.changed:
             if self._running is None:
+                for work in self._works:
+                    work.update.unit.pending = True
                 self._running = thread.submit(self._run_in_order)
                 self._running.add_done_callback(self._tell)
 
@@ -218,8 +219,10 @@ class PendingUpdate:
             elif self._is_awaited():
                 self.residency.require_room(update.unit)
             else:
+                if self.staging is not None and self.staging.wanted:
+                    self._stop_reading()  # whoever waits for a buffer may be who would make room
                 with self.residency.changed:
-                    self.residency.changed.wait(PATIENCE_S)
+                    self.residency.changed.wait(LOOK_S)
         return work.weights is not None
 
     # Reading ahead: blocks are read in the order of their need while buffers are free.

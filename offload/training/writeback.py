@@ -33,8 +33,8 @@ class WriteBehind:
         self._writes.append(entry)
         try:
             entry.ticket = write()
-        except OSError:
-            entry.ticket = None  # the next drain raises if it fails again
+        except Exception:  # noqa: BLE001  (the next drain asks again, and raises if it fails again)
+            entry.ticket = None
 
     def drain(self, leave: int = 0) -> None:
         """Wait for the oldest writes until at most ``leave`` are under way."""
@@ -55,8 +55,8 @@ class WriteBehind:
         except BaseException:
             oldest.ticket = None
             raise
-        self._writes.popleft()
         oldest.finished()
+        self._writes.popleft()  # last: without writes, an update is over
 
     def settle(self) -> None:
         """Let all of them end, however they end, so that an error leaves nothing moving."""
@@ -69,6 +69,6 @@ def wait_quietly(ticket: Ticket) -> bool:
     """Wait for a transfer whose failure is not news; whether it went well."""
     try:
         ticket.wait()
-    except OSError:
+    except Exception:  # noqa: BLE001  (whatever it was, the transfer has ended, or hangs and is known to)
         return False
     return True

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import offload
+from offload.errors import SwapError
 from offload.storage import faults
 from offload.training.runtime import attached
 from tests.behaviour.test_faults import GPU, Net, clean, data, net
@@ -182,4 +183,100 @@ def test_delays_change_no_bit(
         got = masters(model)
     assert losses == clean().losses
     assert_same(got, clean().masters)
+    offload.unwrap(model)
+
+
+class Stack(torch.nn.Module):
+    """More units than compute memory and staging buffers hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.pow(2).mean()
+
+
+def stack(folder: Path) -> tuple[Stack, offload.AdamW]:
+    torch.manual_seed(0)
+    model = wrap(Stack(), ("gpu", "nvme"), folder, gpu=4 * 8192)
+    return model, adamw(model)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", ["clamp", "load", "gather", "in a forward"])
+def test_writing_right_after_the_step(tmp_path: Path, how: str) -> None:
+    """The update has filled compute memory and holds the staging buffers, which following the write needs as well."""
+    model, optimizer = stack(tmp_path)
+    x = torch.ones(2, 32)
+    model(x).backward()
+    optimizer.step()
+    if how == "clamp":
+        for p in model.parameters():
+            p.data.clamp_(-0.01, 0.01)
+    elif how == "load":
+        model.load_state_dict({name: torch.full(p.shape, 0.01) for name, p in model.named_parameters()})
+    elif how == "gather":
+        with offload.gather(model.layers[11], modify=True), torch.no_grad():
+            model.layers[11].weight.fill_(0.01)
+    else:
+
+        def change(module: torch.nn.Module, args: object) -> None:
+            with torch.no_grad():
+                module.weight.clamp_(-0.01, 0.01)
+
+        handle = model.layers[0].register_forward_pre_hook(change)
+        model(x)
+        handle.remove()
+    got = masters(model)
+    changed = {"gather": ["layers.11.weight"], "in a forward": ["layers.0.weight"]}.get(how, list(got))
+    assert all(got[name].abs().max() <= 0.0101 for name in changed)
+    offload.unwrap(model)
+
+
+def two_optimizers(folder: Path, fault: str) -> dict[str, torch.Tensor]:
+    """One step of each, of parameters in the same units; the first one's update may fail, and is finished."""
+    model = wrap(net(), ("gpu", "nvme"), folder, gpu=GPU)
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    weights = offload.AdamW([p for n, p in named if n.endswith("weight")], lr=0.01)
+    biases = offload.AdamW([p for n, p in named if n.endswith("bias")], lr=0.02)
+    model(data()[0]).backward()
+    with faults.inject(fault) if fault else contextlib.nullcontext():
+        weights.step()
+        if fault:
+            with pytest.raises(SwapError):
+                biases.step()
+    biases.step()
+    result = masters(model)
+    offload.unwrap(model)
+    return result
+
+
+def test_an_error_of_one_optimizer_is_not_the_other_s(tmp_path: Path) -> None:
+    assert_same(two_optimizers(tmp_path, "op=read,nth=1,error=EIO"), two_optimizers(tmp_path, ""))
+
+
+def test_gradients_held_from_before_the_step_are_guarded(trained: tuple[Net, offload.AdamW], tmp_path: Path) -> None:
+    model, optimizer = trained
+    model(data()[0]).backward()
+    held = [p.grad for p in model.parameters() if p.requires_grad]
+    with faults.inject(SLOW):
+        optimizer.step()
+        torch._foreach_zero_(held)
+    other = wrap(net(), ("gpu",), tmp_path, gpu=None)
+    twin = adamw(other)
+    other(data()[0]).backward()
+    twin.step()
+    assert_same(masters(model), masters(other))
+
+
+def test_a_new_optimizer_right_after_the_first_step_starts_anew(tmp_path: Path) -> None:
+    model, optimizer = stack(tmp_path)
+    model(torch.ones(2, 32)).backward()
+    with faults.inject(SLOW):
+        optimizer.step()
+        again = adamw(model)
+    assert again.state_dict()["state"] == {}
     offload.unwrap(model)

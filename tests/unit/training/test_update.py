@@ -28,12 +28,12 @@ from offload.storage.staging import StagingPool
 from offload.storage.swap import SwapSpace
 from offload.storage.ticket import Ticket
 from offload.storage.tiers import Tier
+from offload.storage.worker import Worker
 from offload.training.delivery import Delivery
 from offload.training.residency import Residency
 from offload.training.rules import UpdateRule
 from offload.training.transfers import Transfers
 from offload.training.update import PendingUpdate, UnitUpdate, merged
-from offload.training.worker import Worker
 from tests.unit.training.parts import AddRule, StateStore, home_weights, real_unit, state_of
 
 pytestmark = pytest.mark.timeout(120)

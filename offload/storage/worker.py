@@ -1,13 +1,15 @@
-"""The thread of pending updates: it may be given work at any time, also while the interpreter is ending."""
+"""A thread that may be given work at any time, also while the interpreter is ending."""
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
-Work = tuple["Future[None]", Callable[[], None]]
+Work = tuple["Future[Any]", Callable[[], Any]]
 
 
 class Worker:
@@ -19,10 +21,10 @@ class Worker:
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, function: Callable[[], None]) -> Future[None]:
-        """Run ``function`` after what was given before."""
-        future: Future[None] = Future()
-        self._work.put((future, function))
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Call ``function`` with ``args``, after what was given before."""
+        future: Future[Any] = Future()
+        self._work.put((future, functools.partial(function, *args)))
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
@@ -38,9 +40,10 @@ class Worker:
         while (work := self._work.get()) is not None:
             future, function = work
             try:
-                function()
+                result = function()
             except BaseException as error:  # noqa: BLE001  (whoever waits for the future raises it)
                 future.set_exception(error)
             else:
-                future.set_result(None)
+                future.set_result(result)
+                del result
             del work, future, function  # they may hold the model

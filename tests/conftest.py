@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from offload import native
 from tests.loops import DEVICE
 
 # A run started in the background ignores Ctrl-C, and so would everything that it starts.
@@ -48,4 +49,5 @@ def _one_compute_thread() -> Iterator[None]:
         torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(0)
     yield
+    native.set_threads(None)  # wrap(threads=...) is for the whole process
     torch.set_num_threads(before)

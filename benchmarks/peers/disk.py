@@ -65,6 +65,8 @@ class Fio:
         timed = ("--overwrite=1", "--time_based", f"--runtime={round((seconds or self.seconds) * 1e3)}ms")
         job = self._run({"mixed": "rw"}.get(kind, kind), request, depth, *timed)
         nbytes = job["read"]["io_bytes"] + job["write"]["io_bytes"]
+        if not nbytes:  # as above
+            return self.measure(kind, request, depth, 2 * (seconds or self.seconds))
         bandwidth = job["read"]["bw_bytes"] + job["write"]["bw_bytes"]
         cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
         return Sample(bandwidth, cpu_s / (nbytes / 2**30))
@@ -121,7 +123,7 @@ class Aiofiles:
         # Of a mixed run every other file writes: a request at a time, they could not do both at once.
         write = writes(kind, first)
         for number in itertools.count(first, self.depth):
-            if time.perf_counter() >= end:
+            if nbytes and time.perf_counter() >= end:  # a process that had to wait still moves something
                 return nbytes
             await file.seek(number * self.request % self.size)
             nbytes += await (file.write(buffer) if write else file.readinto(buffer))

@@ -149,7 +149,7 @@ class DeepSpeedAio:
 
     def _move(self, kind: str) -> int:
         end, number = time.perf_counter() + self.seconds, 0
-        while time.perf_counter() < end:
+        while not number or time.perf_counter() < end:
             for buffer in self.buffers:  # it waits for all that was begun, or for nothing
                 start = self.handle.async_pwrite if writes(kind, number) else self.handle.async_pread
                 start(buffer, str(self.file), number * self.request % self.size)

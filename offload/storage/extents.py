@@ -62,13 +62,6 @@ class FreeList:
         self._cut(at, length)
         return start, length
 
-    def drop_from(self, offset: int) -> None:
-        """Forget all free bytes from `offset` on (the file is being cut there)."""
-        while self._starts and self._starts[-1] >= offset:
-            del self._starts[-1], self._ends[-1]
-        if self._ends and self._ends[-1] > offset:
-            self._ends[-1] = offset
-
     def _cut(self, at: int, length: int) -> None:
         self._starts[at] += length
         if self._starts[at] == self._ends[at]:

@@ -14,7 +14,7 @@ import torch
 
 from offload.storage.ticket import Ticket
 
-__all__ = ["add", "holds", "pending"]
+__all__ = ["add", "holds"]
 
 _lock = threading.Lock()
 _hung: list[tuple[Ticket, torch.Tensor]] = []
@@ -24,11 +24,6 @@ def add(request: Ticket, buffer: torch.Tensor) -> None:
     """Keep `buffer` alive, and known as in use, until `request` is done."""
     with _lock:
         _hung.append((request, buffer))
-
-
-def pending(request: Ticket) -> bool:
-    """Is this one of them, and not answered yet?"""
-    return any(ticket is request for ticket, _ in _still())
 
 
 def holds(buffer: torch.Tensor) -> bool:

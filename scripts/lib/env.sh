@@ -4,15 +4,8 @@
 # make_env EXTRAS   makes .venv at the top of the tree (or $OFFLOAD_VENV), installs what constraints.txt pins and this
 #                   package with its native core, and puts the environment first on PATH. Cheap when nothing changed.
 
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-VENV=${OFFLOAD_VENV:-$ROOT/.venv}
-
-say() { printf '== %s\n' "$*" >&2; }
-
-fail() {
-    printf '%s: error: %s\n' "${0##*/}" "$*" >&2
-    exit 2
-}
+# shellcheck source=scripts/lib/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 # Python of at least 3.10 that can make environments.
 find_python() {

@@ -5,15 +5,8 @@
 # OFFLOAD   an array, the command: this tree by $PYTHON if that is set, what scripts/test.sh installed, what is on PATH,
 #           or this tree by python3.
 
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-VENV=${OFFLOAD_VENV:-$ROOT/.venv}
-
-say() { printf '== %s\n' "$*" >&2; }
-
-fail() {
-    printf '%s: error: %s\n' "${0##*/}" "$*" >&2
-    exit 2
-}
+# shellcheck source=scripts/lib/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 make_private() {
     [[ -d $1 ]] || (umask 077 && mkdir -p -- "$1") || fail "cannot make $1; name a directory where you may write"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError
+from offload.names import BACKENDS, TIERS
 from offload.sizes import PAGE, format_size, parse_size
 
 if sys.version_info >= (3, 11):
@@ -23,12 +24,6 @@ else:
     import tomli as tomllib
 
 __all__ = ["BACKENDS", "DTYPES", "TIERS", "Budgets", "WrapConfig", "WriteBudget", "state_dtype"]
-
-TIERS = ("gpu", "cpu", "nvme")
-"""The tiers, fastest first: the only order in which they can be named."""
-
-BACKENDS = ("uring", "threads", "aiofiles")
-"""Names of the I/O backends, the preferred one first."""
 
 # A variable that is set wins over a key of a file, and an argument over both.
 _STRONGER_THAN_A_FILE = {

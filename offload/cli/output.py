@@ -6,9 +6,10 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from offload.planning.checkup import Check
+if TYPE_CHECKING:
+    from offload.planning.checkup import Check
 
 __all__ = ["EXIT_BAD_INPUT", "EXIT_BROKEN_PIPE", "EXIT_FAILED", "EXIT_INTERRUPTED", "fail", "show", "table", "version"]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, fail, show, table
-from offload.config import BACKENDS
 from offload.errors import ConfigError, OffloadError
+from offload.names import BACKENDS
 from offload.sizes import format_size, parse_size
 
 if TYPE_CHECKING:

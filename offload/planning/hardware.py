@@ -7,8 +7,6 @@ import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import psutil
-
 from offload.errors import ConfigError
 from offload.storage.disk import existing_ancestor, file_size_limit, free_disk
 
@@ -24,6 +22,8 @@ def available_memory() -> int:
     The least of: what the machine has available, what each memory cgroup (v1 and v2) around the process leaves, and
     what RLIMIT_AS and RLIMIT_DATA leave.
     """
+    import psutil  # takes a tenth of a second, and is needed once
+
     process = psutil.Process().memory_info()
     candidates = [psutil.virtual_memory().available]
     left = cgroup_memory()

@@ -13,10 +13,9 @@ from typing import NamedTuple
 import torch
 
 from offload import native
-from offload.config import BACKENDS
 from offload.errors import ConfigError, SwapError
 from offload.lanes import Lanes, warn_once
-from offload.storage.io_aiofiles import AiofilesBackend
+from offload.names import BACKENDS
 from offload.storage.io_base import IoBackend
 from offload.storage.io_native import NativeBackend
 
@@ -61,6 +60,8 @@ def open_backend(
         name = "threads"
     if name == "threads":
         return NativeBackend("threads", lanes, request_size, queue_depth)
+    from offload.storage.io_aiofiles import AiofilesBackend  # the last choice, and its library with it
+
     return AiofilesBackend(lanes, request_size, queue_depth)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import _common, adam, io
+from benchmarks import _common, adam, imports, io
 from benchmarks.peers import disk
 from offload import native
 
@@ -84,3 +84,13 @@ def test_io_goes_on_without_its_peers(tmp_path: Path, monkeypatch: pytest.Monkey
         "DeepSpeed AIO could not be run (no direct I/O here)",
     }
     assert all(row.ratio is None and row.holds is None and row.value > 0 for row in rows)
+
+
+def test_imports_has_a_row_for_each_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(imports, "PROGRAMS", dict.fromkeys(imports.PROGRAMS, "sum(range(10000))"))
+    report = tmp_path / "imports.json"
+    assert _common.run([imports], ["--rounds", "1", "--json", str(report)]) == 0
+    rows = json.loads(report.read_text())["rows"]
+    assert [row["unit"] for row in rows] == ["s", "s", "s"]
+    assert [row["holds"] is None for row in rows] == [False, False, True]
+    assert rows[0]["bar"] == pytest.approx(rows[0]["peer_value"] / (rows[0]["peer_value"] + imports.LIMIT_S))

@@ -310,8 +310,9 @@ class SwapSpace:
             self._refuse_while_late(write)
             parts = self._start(write, extent, buffer, offset)
             under_way = self._live[extent.key]
-            _settle(ticket for ticket in under_way if ticket.done())
-            under_way[:] = [ticket for ticket in under_way if not ticket.settled] + parts
+            while under_way and under_way[0].done():  # what nobody waits for must not pile up
+                under_way.pop(0).settle()
+            under_way += parts
             if sums is not None:
                 notes.note(offset, sums)
                 self.meter.count(length)

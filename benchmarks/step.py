@@ -9,6 +9,8 @@ On a machine that others use at the same time, set OMP_WAIT_POLICY=passive in th
 by default torch's threads spin while one of them is kept from running, which has cost a small model several times its
 step.
 
+Of the engines, gpu+nvme-early updates each unit inside backward (step_in_backward=True); it cannot clip.
+
 All placements of ours must give the same losses, bit for bit; the benchmark fails where they do not.
 
 The floor of a step on nvme is the largest of: forward and backward alone (a plain loop's, in turn with the rest),
@@ -31,7 +33,7 @@ from benchmarks._common import Row, interleaved, run
 from benchmarks.io import Ours as Disk
 from benchmarks.peers import models
 from benchmarks.peers.crew import Member, WorkerError
-from benchmarks.peers.engines import KINDS, PLAIN, Job
+from benchmarks.peers.engines import EARLY, KINDS, PLAIN, Job
 from benchmarks.peers.found import Comparison, Found, check_losses
 from benchmarks.peers.groups import in_groups
 from benchmarks.peers.rows import growth_rows, rows_of
@@ -119,6 +121,10 @@ def _swap_directory(arguments: argparse.Namespace, size: str) -> Iterator[Path]:
 def _compare(size: str, arguments: argparse.Namespace, directory: Path) -> Comparison:
     comparison = Comparison(size, models.SIZES[size].parameters)
     engines = list(arguments.engines)
+    if arguments.clip is not None:
+        for name in [name for name in engines if name.endswith(EARLY)]:
+            comparison.missing[name] = "does not clip"
+            engines.remove(name)
     if importlib.util.find_spec("deepspeed") is None:
         for name in [name for name in engines if name.startswith("zero3")]:
             comparison.missing[name] = "not installed"

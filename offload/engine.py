@@ -39,7 +39,7 @@ from offload.storage.tiers import Tier
 from offload.storage.wear import WriteMeter
 from offload.storage.worker import Worker
 from offload.training.delivery import Delivery
-from offload.training.gradients import GradientBuffer, Gradients, gradient_dtype
+from offload.training.gradients import GradientBuffer, GradientMemory, Gradients, gradient_dtype
 from offload.training.hooks import attach
 from offload.training.moving import copy_values, fill_home, give_back, move_in, move_out, originals
 from offload.training.optimizer import refuse_foreign
@@ -233,10 +233,11 @@ class _Builder:
                 parts.close()
             raise
         parts.pinned = bool(allocation.locked)
+        memory = GradientMemory(allocation.gradient)
         parts.gradients = Gradients(
             self._device,
             [
-                self._gradients(unit, tier, allocation)
+                self._gradients(unit, tier, memory)
                 for unit, tier in zip(parts.units, plan.placement.gradients, strict=True)
             ],
             parts.steps.waiting,
@@ -363,9 +364,10 @@ class _Builder:
         move_in(unit)
         return unit
 
-    def _gradients(self, unit: Unit, tier: str, allocation: Allocation) -> GradientBuffer:
+    def _gradients(self, unit: Unit, tier: str, memory: GradientMemory) -> GradientBuffer:
         dtype = gradient_dtype(unit.dtype, self._config.grad_dtype)
-        return GradientBuffer(unit, dtype, lambda: allocation.gradient(tier, unit.layout.numel * dtype.itemsize))
+        place = tier, unit.layout.numel * dtype.itemsize
+        return GradientBuffer(unit, dtype, lambda: memory.take(*place), lambda buffer: memory.give(*place, buffer))
 
     def _move_buffers(self) -> None:
         """Buffers keep their dtype and go where compute is."""

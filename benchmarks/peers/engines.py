@@ -59,11 +59,13 @@ class Kind:
 
 
 PLAIN = "torch"
+EARLY = "-early"  # engines that update inside backward, and cannot clip
 KINDS = {
     PLAIN: Kind("plain torch: fp32 weights, autocast, fused AdamW", False, 18.5),
     "gpu": Kind("offload gpu", True, 18),
     "gpu+cpu": Kind("offload gpu+cpu", True, 19),
     "gpu+nvme": Kind("offload gpu+nvme", True, 6, swap_per_parameter=14.5),
+    "gpu+nvme-early": Kind("offload gpu+nvme-early", True, 6, swap_per_parameter=14.5),  # step_in_backward=True
     "gpu+cpu+nvme": Kind("offload gpu+cpu+nvme", True, 13, swap_per_parameter=8),
     "zero3": Kind("DeepSpeed ZeRO-3", False, 25),
     "zero3-cpu": Kind("DeepSpeed ZeRO-3, optimizer on cpu", False, 27),
@@ -146,7 +148,12 @@ class Offloaded(Loop):
         settings = wrap_settings(job, model)
         offload.wrap(model, dtype="bf16", device="cpu", threads=job.threads, **settings)
         parameters = list(model.parameters())
-        optimizer = offload.AdamW(parameters, lr=models.LEARNING_RATE, weight_decay=models.WEIGHT_DECAY)
+        optimizer = offload.AdamW(
+            parameters,
+            lr=models.LEARNING_RATE,
+            weight_decay=models.WEIGHT_DECAY,
+            step_in_backward=job.engine.endswith(EARLY),
+        )
         norm = job.clip
         clip = None if norm is None else lambda: offload.clip_grad_norm_(parameters, norm)
         super().__init__(model, optimizer, clip)
@@ -173,7 +180,7 @@ class Offloaded(Loop):
 def wrap_settings(job: Job, model: torch.nn.Module) -> dict[str, Any]:
     """Tiers, budgets and swap directory. Except where `gpu` is the only tier, it may hold a quarter of the weights."""
     parameters = job.parameters
-    tiers = tuple(job.engine.split("+"))
+    tiers = tuple(job.engine.removesuffix(EARLY).split("+"))
     if tiers == ("gpu",):
         return {"tiers": tiers, "budgets": {"gpu": 18 * parameters + (64 << 20)}}
     budgets = {"gpu": 2 * parameters // 4}

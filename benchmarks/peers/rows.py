@@ -16,7 +16,13 @@ BAR_ZERO3_NVME = 1.3
 BAR_SAME_MEMORY = 2.0
 BAR_TRAFFIC = 0.98  # the plan's bytes, within 2 %
 
-ZERO3 = {"gpu": "zero3", "gpu+cpu": "zero3-cpu", "gpu+nvme": "zero3-nvme", "gpu+cpu+nvme": "zero3-nvme"}
+ZERO3 = {
+    "gpu": "zero3",
+    "gpu+cpu": "zero3-cpu",
+    "gpu+nvme": "zero3-nvme",
+    "gpu+nvme-early": "zero3-nvme",
+    "gpu+cpu+nvme": "zero3-nvme",
+}
 """What DeepSpeed calls the same, or comes nearest to it."""
 
 
@@ -60,7 +66,7 @@ def _times(comparison: Comparison, ours: Found) -> list[Row]:
     bar = BAR_IN_MEMORY if ours.engine == "gpu" else None
     rows = [less_is_better(name, ours.seconds, "s", label, plain.median if plain else None, bar)]
     label, zero3 = _peer(comparison, ours, ZERO3[ours.engine])
-    bar = BAR_ZERO3_NVME if ours.engine == "gpu+nvme" else None
+    bar = BAR_ZERO3_NVME if ours.engine.startswith("gpu+nvme") else None
     if ours.engine == "gpu+cpu+nvme":  # not the same things on disk, so it is held to the bar for the same memory
         bar = BAR_SAME_MEMORY if zero3 is None or ours.peak <= zero3.peak else None
         label += ", at no less memory" if bar and zero3 else ""
@@ -133,7 +139,12 @@ def growth_rows(comparisons: Sequence[Comparison]) -> list[Row]:
             peer = "14 for state and gradients, 2 for weights that have no accelerator to live on"
             rows.append(less_is_better(name, grown, "B/param", peer, 16.0, 1.0))
         else:
-            told = {"gpu": "16 for state, gradients and weights", "gpu+nvme": "0: constant but for the largest unit"}
-            value = {"gpu": 16.0, "gpu+nvme": 0.0}.get(engine)
+            constant = "0: constant but for the largest unit"
+            told = {
+                "gpu": "16 for state, gradients and weights",
+                "gpu+nvme": constant,
+                "gpu+nvme-early": constant,
+            }
+            value = {"gpu": 16.0, "gpu+nvme": 0.0, "gpu+nvme-early": 0.0}.get(engine)
             rows.append(less_is_better(name, grown, "B/param", told.get(engine, "-"), value))
     return rows

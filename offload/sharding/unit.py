@@ -89,6 +89,9 @@ class Unit:
     writes: int = 0  # times that weights were changed other than by an update
     tile: int = 0  # bytes of compute memory for tiles of a matrix that is never here whole; 0 for any other unit
     used_at: int = 0  # for least-recently-used eviction
+    rank: int = 0  # how many units the last forward used before it
+    saved: set[int] = field(default_factory=set)  # ids of what autograd has saved of it and still keeps
+    packed: bool = False  # autograd has saved something of it since the last step that updates in backward
     # Views that fetch when touched (training.parameter.OffloadedView): aliases that do not keep the memory here.
     views: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     # Copies that took the place of a view, by what they are copies of, each with its version then.

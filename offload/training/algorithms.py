@@ -26,8 +26,11 @@ class _AdamFamily(OffloadedOptimizer):
         eps: float,
         weight_decay: float,
         state_dtype: StateDtype,
+        step_in_backward: bool,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, state_dtype)
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, state_dtype, step_in_backward
+        )
 
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)
@@ -53,6 +56,8 @@ class AdamW(_AdamFamily):
     ``params``: parameters (or groups of them) of a model that :func:`offload.wrap` returned. ``state_dtype``: dtype of
     the moments, which ``wrap(..., state_dtype=...)`` decides; here it can only be stated, and another one is a
     :class:`ConfigError`. ``skipped_steps`` counts the steps that were left out because a gradient was not finite.
+    ``step_in_backward``: a unit is updated inside backward, as soon as its gradients are whole, and these are gone
+    then; ``step()`` does the rest. For loops without clipping and accumulation; see docs/step-in-backward.md.
     """
 
     _decoupled = True
@@ -65,8 +70,9 @@ class AdamW(_AdamFamily):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         state_dtype: StateDtype = None,
+        step_in_backward: bool = False,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, state_dtype)
+        super().__init__(params, lr, betas, eps, weight_decay, state_dtype, step_in_backward)
 
 
 class Adam(_AdamFamily):
@@ -82,8 +88,9 @@ class Adam(_AdamFamily):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         state_dtype: StateDtype = None,
+        step_in_backward: bool = False,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, state_dtype)
+        super().__init__(params, lr, betas, eps, weight_decay, state_dtype, step_in_backward)
 
 
 class Lion(OffloadedOptimizer):
@@ -101,8 +108,11 @@ class Lion(OffloadedOptimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         state_dtype: StateDtype = None,
+        step_in_backward: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, state_dtype)
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, state_dtype, step_in_backward
+        )
 
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)
@@ -127,9 +137,12 @@ class SGD(OffloadedOptimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
         state_dtype: StateDtype = None,
+        step_in_backward: bool = False,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
-        super().__init__(params, {**defaults, "weight_decay": weight_decay, "nesterov": nesterov}, state_dtype)
+        super().__init__(
+            params, {**defaults, "weight_decay": weight_decay, "nesterov": nesterov}, state_dtype, step_in_backward
+        )
 
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
+from offload.errors import OffloadError
+from offload.training.early import REMEDY
 from offload.training.optimizer import runtime_of, sum_squares
 
 
@@ -24,6 +26,13 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     if not max_norm >= 0:
         raise ValueError(f"max_norm: expected a number >= 0, found {max_norm!r}")
     runtime = runtime_of(listed[0])
+    for parameter in listed:
+        unit, index = runtime.place_of(parameter)  # type: ignore[arg-type]
+        if runtime.early.concerns(unit.members[index]):
+            raise OffloadError(
+                "clip_grad_norm_: expected whole gradients, found an optimizer that uses them up inside backward, "
+                f"before their norm is known. To clip, {REMEDY}"
+            )
     runtime.settle()
     runtime.gradients.wait()
     total = 0.0

@@ -24,11 +24,34 @@ _UNDER_WAY = 8  # gradients that may wait on the device for their copy
 _OURS = 2  # references to a view that nobody else holds: a local name, and the question itself
 
 
-class GradientBuffer:
-    """The gradients of one unit. ``allocate`` is called at the first one and returns the flat uint8 buffer."""
+class GradientMemory:
+    """Flat uint8 buffers by tier and size; those that are given back are used again, by whatever unit needs one."""
 
-    def __init__(self, unit: Unit, dtype: torch.dtype, allocate: Callable[[], torch.Tensor]) -> None:
-        self.unit, self.dtype, self._allocate = unit, dtype, allocate
+    def __init__(self, allocate: Callable[[str, int], torch.Tensor]) -> None:
+        self._allocate = allocate
+        self._free: dict[tuple[str, int], list[torch.Tensor]] = {}
+
+    def take(self, tier: str, nbytes: int) -> torch.Tensor:
+        free = self._free.setdefault((tier, nbytes), [])
+        return free.pop() if free else self._allocate(tier, nbytes)
+
+    def give(self, tier: str, nbytes: int, buffer: torch.Tensor) -> None:
+        self._free[tier, nbytes].append(buffer)
+
+
+class GradientBuffer:
+    """The gradients of one unit. ``allocate`` is called at the first one and returns the flat uint8 buffer, and
+    ``give_back`` takes one that an update has read."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        dtype: torch.dtype,
+        allocate: Callable[[], torch.Tensor],
+        give_back: Callable[[torch.Tensor], None] = lambda buffer: None,
+    ) -> None:
+        self.unit, self.dtype, self._allocate, self._give_back = unit, dtype, allocate, give_back
+        self._bytes: torch.Tensor | None = None
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self.present = [False] * len(unit.members)
@@ -38,8 +61,22 @@ class GradientBuffer:
     def flat(self) -> torch.Tensor:
         """All gradients of the unit, flat, in the gradient dtype; the memory is asked for at the first call."""
         if self._flat is None:
-            self._flat = view(self._allocate(), self.dtype, 0, self.unit.layout.numel)
+            self._bytes = self._allocate()
+            self._flat = view(self._bytes, self.dtype, 0, self.unit.layout.numel)
+            for slot in (m.slot for m in self.unit.members):
+                self._flat[slot.offset + slot.numel : slot.end].zero_()
         return self._flat
+
+    def hand_over(self) -> Callable[[], None]:
+        """The buffer is an update's; the next gradient gets another one. Returns what gives this one back."""
+        assert self._bytes is not None
+        for index, present in enumerate(self.present):
+            if present:
+                self.let_go(index)
+        self.present = [False] * len(self.present)
+        self.promised = set()
+        handed, self._bytes, self._flat, self._views = self._bytes, None, None, []
+        return lambda: self._give_back(handed)
 
     def view(self, index: int) -> torch.Tensor:
         """The place of member ``index``'s gradient, in its shape; the same object at each call."""
@@ -118,6 +155,10 @@ class Gradients:
     def _wait_for(self, ticket: Ticket, name: str) -> None:
         with nullcontext() if ticket.done() else self._waiting("gradient", name):
             ticket.wait()
+
+    def has_landed(self, unit: Unit) -> bool:
+        """Is no gradient of the unit on its way?"""
+        return all(ticket.done() for ticket, _, name in self._under_way if name == unit.name)
 
     def wait(self) -> None:
         """Until every gradient has landed."""

@@ -45,7 +45,7 @@ def stats(model: nn.Module, wait: bool = True) -> Stats:
     """
     runtime = runtime_of_model(model)
     if wait:
-        runtime.settle()
+        runtime.promises.settle()
     placement: dict[str, dict[str, int]] = {"weights": {}, "optimizer state": {}}
     for unit in runtime.units:
         _add(placement["weights"], unit.home.tier, unit.home.nbytes)

@@ -20,6 +20,7 @@ from offload.config import state_dtype as parse_state_dtype
 from offload.errors import ConfigError, OffloadError
 from offload.sharding.layout import Span
 from offload.sharding.unit import Member, Unit
+from offload.training.early import REMEDY
 from offload.training.parameter import OffloadedParameter, ResidentParameter, owner_of
 from offload.training.rules import UpdateRule
 from offload.training.runtime import Runtime
@@ -35,7 +36,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     _slots: tuple[str, ...]  # names, in torch's state dict, of the slots of state that the algorithm uses
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], state_dtype: StateDtype = None) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        state_dtype: StateDtype = None,
+        step_in_backward: bool = False,
+    ) -> None:
+        self.step_in_backward = step_in_backward
+        self._groups: dict[Unit, list[tuple[nn.Parameter, dict[str, Any]]]] = {}  # of a step in backward
         self._runtime: Runtime | None = None
         self._state_dtype = None if state_dtype is None else parse_state_dtype(state_dtype)
         self._serial = next(_serials)
@@ -62,6 +71,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if self._runtime is not None and runtime_of(tensor) is not self._runtime:
                 raise OffloadError("expected parameters of one wrapped model, found several; use an optimizer for each")
             self._check_state_dtype(runtime_of(tensor).state.dtype)
+            if self.step_in_backward and tensor.dtype is torch.float16:
+                raise ConfigError(
+                    "step_in_backward: expected weights in bf16 or fp32, found fp16, whose loss has to be scaled and "
+                    f"whose gradients are unscaled after backward; {REMEDY}, or wrap with dtype='bf16'"
+                )
         super().add_param_group({**param_group, "params": listed})
         for parameter in self.param_groups[-1]["params"]:
             runtime = runtime_of(parameter)
@@ -69,6 +83,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 raise OffloadError("expected parameters of one wrapped model, found several; use an optimizer for each")
             self._runtime = runtime
             self._start_anew(parameter)
+        if self.step_in_backward and self._runtime is not None:
+            self._runtime.early.register(self._serial, self)
 
     def _check_state_dtype(self, planned: torch.dtype) -> None:
         """Room for state was planned and filled by ``wrap``; see docs/decisions/0011."""
@@ -113,24 +129,53 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             return loss
         if runtime.closed:
             raise OffloadError("the model of this optimizer has been unwrapped; use a torch optimizer for it now")
-        runtime.settle()
+        if not self.step_in_backward:
+            runtime.promises.settle()
         runtime.gradients.wait()
         runtime.parts.steps.end_step()
-        for group in self.param_groups:
-            self._check(group)  # a schedule may have set what makes no sense; nothing may fail once it is promised
+        self.check_groups()
+        done = runtime.early.end(self._serial)
         mine = [p for group in self.param_groups for p in group["params"]]
         if not self._finite(runtime, mine):
             self.skipped_steps += 1
             runtime.clip_factors.forget(mine)
+            if done:
+                runtime.promises.end_backward()
+                raise OffloadError(
+                    f"a gradient was not finite in the middle of backward: {len(done)} units had been updated before, "
+                    f"the first is {done[0].name!r}, and the rest is left out. Go on after zero_grad(), or load a "
+                    f"checkpoint; for steps that are left out whole, {REMEDY}"
+                )
             return loss
-        updates = self._collect(runtime)
-        runtime.promises.allow(updates)
+        updates = self._collect(runtime, self._groups)
+        if not done:
+            runtime.promises.allow(updates)
         try:
-            if updates:
+            if self.step_in_backward:
+                if updates:
+                    runtime.promises.promise_in_backward(updates)
+                runtime.promises.end_backward()
+            elif updates:
                 runtime.promise(updates)
         finally:
             runtime.clip_factors.forget(mine)
         return loss
+
+    # A step in backward (training.early)
+
+    def check_groups(self) -> None:
+        """A schedule may have set what makes no sense, and nothing may fail once it is promised."""
+        for group in self.param_groups:
+            self._check(group)
+        self._groups = self._by_unit()
+
+    def updates_of(self, unit: Unit) -> list[UnitUpdate]:
+        """The update of one unit whose gradients are whole."""
+        return self._collect(self._owner(), {unit: self._groups[unit]})
+
+    def is_finite(self, unit: Unit) -> bool:
+        """Is every gradient of the unit finite?"""
+        return self._finite(self._owner(), [p for p, _ in self._groups[unit]])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. With ``set_to_none`` an update under way is not waited for: the gradients it reads stay."""
@@ -153,13 +198,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 return False
         return True
 
-    def _collect(self, runtime: Runtime) -> list[UnitUpdate]:
+    def _by_unit(self) -> dict[Unit, list[tuple[nn.Parameter, dict[str, Any]]]]:
+        """The parameters of each unit, each with its group."""
+        found: dict[Unit, list[tuple[nn.Parameter, dict[str, Any]]]] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                found.setdefault(self._owner().place_of(parameter)[0], []).append((parameter, group))
+        return found
+
+    def _collect(
+        self, runtime: Runtime, groups: dict[Unit, list[tuple[nn.Parameter, dict[str, Any]]]]
+    ) -> list[UnitUpdate]:
         """What to do, in the order of the units."""
         pieces: dict[Unit, list[tuple[Span, UpdateRule]]] = {}
         due: dict[Unit, list[Member]] = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                unit, index = runtime.place_of(parameter)
+        for unit, parameters in groups.items():
+            for parameter, group in parameters:
+                index = runtime.place_of(parameter)[1]
                 if not runtime.gradients.buffer(unit).present[index]:
                     continue
                 member = unit.members[index]

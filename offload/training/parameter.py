@@ -40,6 +40,9 @@ class Owner(Protocol):
     def used_in_backward(self, unit: Unit) -> None:
         """A tensor over it exists, which keeps it there while more is fetched ahead."""
 
+    def counts_saved(self) -> bool:
+        """Is what autograd saves of units that never leave to be packed as well?"""
+
     def packing(self) -> AbstractContextManager[Any]:
         """What autograd saves inside the context is packed."""
 

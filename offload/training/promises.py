@@ -44,24 +44,52 @@ class Promises:
         could hide it, or somebody holds a unit, the update is done when this returns.
         """
 
-        def begin() -> None:
-            for update in updates:
-                for member in update.members:
-                    member.step += 1
-
         p = self._parts
-        order = {index: place for place, index in enumerate(p.residency.stepped())}
+        order = _places(p.residency.stepped())
         updates.sort(key=lambda u: order.get(u.unit.index, len(order)))
-        with torch._C.DisableTorchFunctionSubclass():
-            torch.autograd.graph.increment_version([m.parameter for u in updates for m in u.members])
+        _count_as_written(updates)
         for update in updates:
             unit = update.unit
             p.gradients.buffer(unit).promise((unit.members.index(m) for m in update.members), self)
-        hidden = not p.device.host_visible or bytes_to_disk(updates) > 0
-        self._pending = PendingUpdate(updates, p.device, p.residency, p.state.staging, p.delivery, p.lanes, begin)
+        self._pending = self._made(updates)
         self._pending.start(p.update_thread)
-        if not hidden or any(u.pins for u in p.units):
+        if not self._hidden(updates) or any(u.pins for u in p.units):
             self.settle()
+
+    def promise_in_backward(self, updates: list[UnitUpdate]) -> None:
+        """Update these units while backward goes on. Their gradients are the updates' from now on. What fails is told
+        by whoever waits next, not by backward."""
+        p = self._parts
+        for update in updates:
+            self.settle_unit(update.unit)  # another optimizer's, which may still write its state
+        _count_as_written(updates)
+        for update in updates:
+            update.read = p.gradients.buffer(update.unit).hand_over()
+        if self._pending is None or self._pending.over:
+            self._pending = self._made([])
+        self._pending.in_backward = True
+        self._pending.add(updates, lambda: _count(updates), p.update_thread)
+        if not self._hidden(updates):
+            for update in updates:
+                self.settle_unit(update.unit)
+
+    def end_backward(self) -> None:
+        """The step whose updates began in backward has all of them."""
+        order = _places(self._parts.residency.stepped())
+        if self._pending is not None:
+            self._pending.end_backward(order)
+            if any(u.pins for u in self._parts.units):
+                self.settle()
+
+    def _hidden(self, updates: list[UnitUpdate]) -> bool:
+        """Is there something to hide under compute?"""
+        return not self._parts.device.host_visible or bytes_to_disk(updates) > 0
+
+    def _made(self, updates: list[UnitUpdate]) -> PendingUpdate:
+        p = self._parts
+        return PendingUpdate(
+            updates, p.device, p.residency, p.state.staging, p.delivery, p.lanes, lambda: _count(updates)
+        )
 
     def settle(self) -> None:
         """Wait for the update that was promised; one that failed is finished, or raises again while the fault lasts."""
@@ -93,3 +121,19 @@ class Promises:
             raise
         if pending is not None and pending.over:
             self._pending = None
+
+
+def _places(order: list[int]) -> dict[int, int]:
+    return {index: place for place, index in enumerate(order)}
+
+
+def _count(updates: list[UnitUpdate]) -> None:
+    for update in updates:
+        for member in update.members:
+            member.step += 1
+
+
+def _count_as_written(updates: list[UnitUpdate]) -> None:
+    """A backward that still wants the old weights gets torch's error."""
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.autograd.graph.increment_version([m.parameter for u in updates for m in u.members])

@@ -57,7 +57,9 @@ class Residency:
         with self.changed:
             self._clock += 1
             unit.used_at, unit.fresh = self._clock, False
-            self._first_uses.setdefault(unit.index)
+            if unit.index not in self._first_uses:
+                unit.rank = len(self._first_uses)
+                self._first_uses[unit.index] = None
             if unit.state is State.AWAY:
                 self._start(unit)
             unit.pins += 1
@@ -297,13 +299,13 @@ class Residency:
     def _make_room(self, nbytes: int, keep: Sequence[Unit] = (), spare_fresh: bool = False) -> bool:
         """Release what was used longest ago until ``nbytes`` fit; False (and nothing released) if that cannot be.
 
-        Fresh units, which the next forward is about to use, go after all others, the last one first.
+        Fresh units, which the next forward is about to use, go after all others, what it needs last first.
         """
         missing = nbytes - self._tier.free
         if missing <= 0:
             return True
         victims = []
-        for victim in sorted(self._here(), key=lambda u: (u.fresh, -u.used_at if u.fresh else u.used_at)):
+        for victim in sorted(self._here(), key=lambda u: (u.fresh, -u.rank if u.fresh else u.used_at)):
             if victim not in keep and self._releasable(victim) and not (spare_fresh and victim.fresh):
                 victims.append(victim)
                 missing -= victim.region.nbytes

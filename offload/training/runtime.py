@@ -27,8 +27,9 @@ from offload.sharding.unit import Member, Unit
 from offload.sizes import PAGE
 from offload.storage.memory import HostMemory
 from offload.training import tiled
-from offload.training.callers import in_a_gradient_transform, in_a_module
+from offload.training.callers import in_a_gradient_transform, in_a_module, in_backward
 from offload.training.clip_factors import ClipFactors
+from offload.training.early import EarlyUpdates
 from offload.training.functions import RAW_GRAD, SET_RAW_GRAD
 from offload.training.parameter import OffloadedParameter, ResidentParameter, register, unregister
 from offload.training.parts import Parts
@@ -82,6 +83,7 @@ class Runtime:
         self._unfollowed: set[int] = set()  # units with writes that have not reached home and masters
         self._places = {id(m.parameter): (u, i) for u in self.units for i, m in enumerate(u.members)}
         self.promises = Promises(parts)
+        self.early = EarlyUpdates(parts, self.promises)
         gradients, places = parts.gradients, self._places  # not self: nothing is to hold the runtime but the model
         self.clip_factors = ClipFactors(lambda p: gradients.get(*places[id(p)]))
         self._finalizer = weakref.finalize(self, _close, os.getpid(), [u.region.key for u in self.units], parts.close)
@@ -146,9 +148,12 @@ class Runtime:
         entered: list[Unit] = []
         try:
             for unit in units:
+                if self.early.active and not unit.pins:
+                    self.early.use(unit)
                 self._enter(unit)
                 entered.append(unit)
-            hooks = nullcontext() if all(u.permanent for u in units) else packing(touch)
+            packs = any(not u.permanent or self.early.active for u in units)
+            hooks = packing(touch) if packs else nullcontext()
             hooks.__enter__()
         except BaseException:
             for unit in entered:
@@ -185,13 +190,17 @@ class Runtime:
     def touching(self, units: list[Unit]) -> Iterator[None]:
         """Owner: as around a forward, for one function of torch. Outside a module it is somebody who looks."""
         self.undo_abandoned()
-        if not self._frames:
+        if not self._frames and not (self.early.active and in_backward()):
             self.settle()
         frame = self.before_forward(units, touch=True)
         try:
             yield
         finally:
             self.after_forward(frame)
+
+    def counts_saved(self) -> bool:
+        """Owner: units are updated in backward, once nothing saved of them is left."""
+        return self.early.active
 
     def packing(self) -> AbstractContextManager[Any]:
         """Owner: what autograd saves inside the context is packed."""
@@ -202,19 +211,22 @@ class Runtime:
         return self._residency.fit(units)
 
     def _enter(self, unit: Unit) -> None:
-        self.settle_unit(unit)
-        try:
-            self._residency.use(unit, training=torch.is_grad_enabled(), pin=True)
-        except BudgetError:
-            if not self.promises.exist:
-                raise
-            self.settle()  # an update that failed holds room; if it cannot be finished, that is the error to see
-            self._residency.use(unit, training=torch.is_grad_enabled(), pin=True)
+        self._have(unit, torch.is_grad_enabled())
         if unit.pins == 1 and unit.index not in self._unfollowed:
             self._versions[unit.index] = _versions(unit)
         if unit.pins == 1:
             for member in unit.members:
                 member.parameter.__class__ = ResidentParameter
+
+    def _have(self, unit: Unit, training: bool) -> None:
+        self.settle_unit(unit)
+        try:
+            self._residency.use(unit, training, pin=True)
+        except BudgetError:
+            if not self.promises.exist:
+                raise
+            self.promises.settle()  # one that failed holds room; if it cannot be finished, that is the error to see
+            self._residency.use(unit, training, pin=True)
 
     def _leave(self, unit: Unit) -> None:
         """Let go; what was written meanwhile reaches home and masters. If that fails, the unit stays until it does."""
@@ -243,8 +255,7 @@ class Runtime:
                 for held in reversed(frame.units):
                     self._leave(held)
                 frame.units = ()
-        self.settle_unit(unit)
-        self._residency.use(unit, training=True, pin=True)
+        self._have(unit, training=True)
 
     def used_in_backward(self, unit: Unit) -> None:
         """Owner: a tensor over it exists, which keeps it here; fetch ahead."""
@@ -258,6 +269,11 @@ class Runtime:
             gradient = RAW_GRAD(parameter)
             if gradient is None:
                 return  # and nothing to finish: who looks for a gradient after a step that failed finds none
+            try:
+                self.early.expect(unit, index)
+            except OffloadError:
+                SET_RAW_GRAD(parameter, None)
+                raise
             self.settle_unit(unit)  # its update may still read the last gradient
             if gradient.requires_grad:
                 raise NotImplementedError(
@@ -266,11 +282,13 @@ class Runtime:
                 )
             self.gradients.arrived(unit, index, gradient)
             SET_RAW_GRAD(parameter, None)
+        self.early.arrived(unit)
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Owner: the gradient that the next update will use, or None."""
         self.accept_gradient(parameter)  # there is something to take only after an interrupt in backward
         unit, index = self.place_of(parameter)
+        self.early.look_at_gradient(unit)
         gradient = self.gradients.get(unit, index)
         return waiting(gradient, self, unit) if gradient is not None and self.promises.under_way(unit) else gradient
 
@@ -280,6 +298,7 @@ class Runtime:
         if value is not None:
             self.settle_unit(unit)
         else:
+            self.early.clear(unit)
             self.clip_factors.forget([parameter])  # the gradient it was made from is gone
             with torch._C.DisableTorchFunctionSubclass():
                 SET_RAW_GRAD(parameter, None)  # what an interrupt kept from being taken over
@@ -294,7 +313,8 @@ class Runtime:
         self.promises.promise(updates)
 
     def settle(self) -> None:
-        """See :meth:`Promises.settle`."""
+        """See :meth:`Promises.settle`; raises between two steps, see :class:`EarlyUpdates`."""
+        self.early.look()
         self.promises.settle()
 
     def settle_unit(self, unit: Unit) -> None:

@@ -22,7 +22,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload.sharding.unit import Unit
@@ -31,15 +30,22 @@ from offload.training.parameter import Owner, owner_of, unit_of
 _Hook = Callable[[Any], Any]
 
 
-class _Weight(NamedTuple):
-    owner: Owner
-    unit: Unit
-    parameter: nn.Parameter
-    version: int
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
+class _Weight:
+    """Its unit knows it for as long as autograd keeps it."""
+
+    __slots__ = ("dtype", "offset", "owner", "parameter", "size", "stride", "unit", "version")
+
+    def __init__(self, owner: Owner, unit: Unit, tensor: torch.Tensor) -> None:
+        self.owner, self.unit = owner, unit
+        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+        self.offset = int(tensor.storage_offset())
+        self.parameter = unit.member_at(self.offset).parameter
+        self.version = self.parameter._version
+        unit.packed = True
+        unit.saved.add(id(self))
+
+    def __del__(self) -> None:
+        self.unit.saved.discard(id(self))
 
 
 class _Activation(NamedTuple):
@@ -82,7 +88,8 @@ def _unpack(packed: Any) -> Any:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"a weight of unit {unit.name!r} is at version {version}; expected version {packed.version} "
-                "instead. It was changed (by optimizer.step() or in place) between this forward and its backward"
+                "instead. It was changed (by optimizer.step(), by another backward with step_in_backward=True, or in "
+                "place) between this forward and its backward"
             )
         packed.owner.use_in_backward(unit)
         try:
@@ -109,12 +116,8 @@ class _Pack:
     def __call__(self, tensor: torch.Tensor) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             unit = unit_of(tensor)
-            if unit is not None and not unit.permanent:
-                owner, offset = owner_of(tensor), int(tensor.storage_offset())
-                parameter = unit.member_at(offset).parameter
-                return _Weight(
-                    owner, unit, parameter, parameter._version, tensor.dtype, offset, tensor.size(), tensor.stride()
-                )
+            if unit is not None and ((owner := owner_of(tensor)).counts_saved() or not unit.permanent):
+                return _Weight(owner, unit, tensor)
             if self._outer is not None and self._outer_unpack is not None:
                 return _Foreign(self._outer(tensor), self._outer_unpack)
             # Not the tensor itself: one that is an output would hold its own graph in a cycle.

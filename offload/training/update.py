@@ -10,14 +10,15 @@ interrupt between a kernel and the note that it ran would otherwise apply an upd
 # Note [A forward waits for its own units]
 ``step()`` returns when the update has begun. Units are updated in the order in which the last forward used them, and
 the next forward waits at each unit until that one is done, so reading and writing state hide under computing. A unit
-that is waited for out of order comes next. Everything else that looks waits for the whole update.
+that is waited for out of order comes next. Everything else that looks waits for the whole update. With
+``step_in_backward=True`` units are added while backward goes on, in the order in which it is done with them.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -46,6 +47,7 @@ class UnitUpdate:
     members: list[Member]
     pieces: list[tuple[Span, UpdateRule]]
     gradient: torch.Tensor
+    read: Callable[[], None] = lambda: None  # called on the update thread once the gradient has been read
 
     def whole(self) -> bool:
         """Will every byte of the unit's weights be written?"""
@@ -77,6 +79,7 @@ class _Work:
     update: UnitUpdate
     items: deque[_Item]
     weights: torch.Tensor | None = None
+    settled: bool = False  # no fetch of the unit is under way
 
 
 class Stopped(Exception):
@@ -95,17 +98,24 @@ class PendingUpdate:
     lanes: Lanes
     begin: Callable[[], None]  # called once, on the update thread: from then on the step counts as taken
     failed: bool = False  # somebody was told of an error, and it has not been finished since
+    in_backward: bool = False  # more will be added, and compute needs none of the units again before the next forward
     _works: list[_Work] = field(default_factory=list)
     _reads: dict[int, tuple[torch.Tensor, Ticket]] = field(default_factory=dict)
     _writes: WriteBehind = field(default_factory=WriteBehind)
     _running: Future[None] | None = None
     _awaited: int = 0
     _urgent: Unit | None = None
-    _begun: bool = False
+    _begins: deque[Callable[[], None]] = field(default_factory=deque)
+    _served: bool = False  # by a run under way, or one that failed and whose error nobody has heard yet
 
     def __post_init__(self) -> None:
-        for update in self.updates:
-            self._works.append(_Work(update, deque(_Item(b) for b in update.blocks())))
+        updates, self.updates = self.updates, []
+        self._take(updates, self.begin)
+
+    def _take(self, updates: Sequence[UnitUpdate], begin: Callable[[], None]) -> None:
+        self.updates.extend(updates)
+        self._begins.append(begin)
+        self._works.extend(_Work(update, deque(_Item(b) for b in update.blocks())) for update in updates)
 
     # By whoever promised it, and waits
 
@@ -115,8 +125,31 @@ class PendingUpdate:
             if self._running is None:
                 for work in self._works:
                     work.update.unit.pending = True
+                self._served = True
                 self._running = thread.submit(self._run_in_order)
                 self._running.add_done_callback(self._tell)
+
+    def add(self, updates: Sequence[UnitUpdate], begin: Callable[[], None], thread: Worker) -> None:
+        """More units of the same step. After an error they wait until somebody has heard of it."""
+        with self.residency.changed:
+            self._take(updates, begin)
+            for update in updates:
+                update.unit.pending = True
+            if not self._served:
+                self._running = None
+                self.start(thread)
+
+    def end_backward(self, order: Mapping[int, int]) -> None:
+        """What is left is done in the order (unit -> place) of the next forward, but for what is being read."""
+        with self.residency.changed:
+            self.in_backward = False
+            last = len(order)
+            self._works = sorted(
+                self._works, key=lambda w: (not self._is_begun(w), order.get(w.update.unit.index, last))
+            )
+
+    def _is_begun(self, work: _Work) -> bool:
+        return work.weights is not None or any(id(item.block) in self._reads for item in work.items)
 
     def finish(self, thread: Worker) -> None:
         """Wait until all is done. Raises what went wrong; the next call goes on from there."""
@@ -130,7 +163,7 @@ class PendingUpdate:
     @property
     def over(self) -> bool:
         """Nothing is left to do."""
-        return self._begun and not self._works and not self._writes
+        return not self._begins and not self._works and not self._writes
 
     def _wait(self, thread: Worker, unit: Unit | None) -> None:
         changed = self.residency.changed
@@ -162,9 +195,6 @@ class PendingUpdate:
     # On the update thread
 
     def _run_in_order(self) -> None:
-        if not self._begun:
-            self.begin()
-            self._begun = True
         self.residency.updating(True)
         try:
             with self.device.computing():
@@ -174,11 +204,13 @@ class PendingUpdate:
 
     def _run(self) -> None:
         try:
-            # Fetches of these units go through the same buffers as their state: each would wait for the other's.
-            self.residency.settle_all([work.update.unit for work in self._works if work.weights is None])
-            while self._works:
+            while self._is_more_to_do():
                 if self.residency.stopped:
                     raise Stopped
+                if not self._works:
+                    self._writes.drain(len(self._writes) - 1)  # and see whether there is more
+                    continue
+                self._settle()
                 work = self._next()
                 self._read_ahead(work)
                 if work.weights is None and not self._begin(work):
@@ -189,20 +221,37 @@ class PendingUpdate:
                     work.items.popleft()
                 assert work.weights is not None
                 self.delivery.end(work.update.unit, work.weights, self._writes)
-                self._works.remove(work)
+                with self.residency.changed:
+                    self._works.remove(work)
+                work.update.read()
                 self._writes.retire_done()
-            self._writes.drain()
         except BaseException:
             self._stop_reading()
             self._writes.settle()
             raise
 
+    def _is_more_to_do(self) -> bool:
+        with self.residency.changed:
+            while self._begins:
+                self._begins[0]()
+                self._begins.popleft()
+            self._served = bool(self._works) or bool(self._writes)
+            return self._served
+
+    def _settle(self) -> None:
+        """Fetches of these units go through the same buffers as their state: each would wait for the other's."""
+        found = [work for work in list(self._works) if not work.settled]
+        self.residency.settle_all([work.update.unit for work in found if work.weights is None])
+        for work in found:
+            work.settled = True
+
     def _next(self) -> _Work:
         """The one that has begun, or that somebody waits for, or the first."""
         urgent = self._urgent
-        begun = (w for w in self._works if w.weights is not None)
-        wanted = (w for w in self._works if w.update.unit is urgent)
-        return next(begun, None) or next(wanted, None) or self._works[0]
+        works = list(self._works)
+        begun = (w for w in works if w.weights is not None)
+        wanted = (w for w in works if w.update.unit is urgent)
+        return next(begun, None) or next(wanted, None) or works[0]
 
     def _is_awaited(self) -> bool:
         """Does somebody wait for what is still to be done?"""
@@ -212,7 +261,8 @@ class PendingUpdate:
     def _begin(self, work: _Work) -> bool:
         """Have a place for the new weights; False after a while in which there may have come room."""
         update = work.update
-        work.weights = self.delivery.begin(update.unit, update.whole(), self._writes, self._is_awaited())
+        fresh_may_go = self.in_backward or self._is_awaited()
+        work.weights = self.delivery.begin(update.unit, update.whole(), self._writes, fresh_may_go)
         if work.weights is None:
             if self._writes:  # units that are being written hold their room
                 self._writes.drain()
@@ -229,7 +279,7 @@ class PendingUpdate:
 
     def _read_ahead(self, first: _Work) -> None:
         self._writes.retire_done()  # their buffers are free
-        for work in [first, *(w for w in self._works if w is not first)]:
+        for work in [first, *(w for w in list(self._works) if w is not first)]:
             for item in work.items:
                 key, home = id(item.block), item.block.home
                 if key in self._reads or not isinstance(home, SwapHome):

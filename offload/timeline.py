@@ -19,12 +19,16 @@ from offload.errors import ConfigError
 __all__ = ["Event", "Timeline", "add", "start", "stop", "tracing"]
 
 LIMIT = 200_000  # events kept, about 40 MB; older ones make room
+_LEVEL = "tier "  # how rows begin that tell a level, not work
 _NESTED = ("compute",)  # rows whose events may lie within each other, as calls do
 _ORDER = ("step", "compute", "h2d", "d2h", "nvme_read", "nvme_write", "adam")  # of the rows, others after them
 
 
 class Event(NamedTuple):
-    """Something on a row from ``start_ns`` to ``end_ns`` of the monotonic clock; ``nbytes`` if it moved any."""
+    """Something on a row from ``start_ns`` to ``end_ns`` of the monotonic clock; ``nbytes`` if it moved any.
+
+    On a row "tier NAME" it is an instant, and ``nbytes`` what the tier holds from then on.
+    """
 
     row: str
     name: str
@@ -34,7 +38,7 @@ class Event(NamedTuple):
 
 
 class Timeline:
-    """The newest events since it was made, for the file ``path``. Usable from any thread.
+    """The newest events since it was made (at ``start_ns``), for the file ``path``. Usable from any thread.
 
     Raises ConfigError if the directory of ``path`` does not exist.
     """
@@ -46,16 +50,21 @@ class Timeline:
         self._events: deque[Event] = deque(maxlen=limit)
         self._added = 0
         self._lock = threading.Lock()
-        self._start = time.monotonic_ns()
+        self.start_ns = time.monotonic_ns()
         self._process = os.getpid()
 
     def add(self, event: Event) -> None:
         """Keep an event; one that ended before the timeline began is left out."""
-        if event.end_ns < self._start:
+        if event.end_ns < self.start_ns:
             return
         with self._lock:
             self._events.append(event)
             self._added += 1
+
+    def events(self) -> list[Event]:
+        """Those that are kept, in the order in which they were added."""
+        with self._lock:
+            return list(self._events)
 
     @property
     def foreign(self) -> bool:
@@ -73,13 +82,16 @@ class Timeline:
     def as_json(self) -> dict[str, Any]:
         """As values of the Chrome trace format: complete events ("X"), times in microseconds since the beginning.
 
-        ``cat`` is the row. Events of one row that overlap are shown on rows of their own below it.
+        ``cat`` is the row. Events of one row that overlap are shown on rows of their own below it. What a tier holds is
+        a counter ("C").
         """
         with self._lock:
             events, dropped = list(self._events), self._added - len(self._events)
         by_row: dict[str, list[Event]] = defaultdict(list)
+        levels = [event for event in events if event.row.startswith(_LEVEL)]
         for event in events:
-            by_row[event.row].append(event._replace(start_ns=max(event.start_ns, self._start)))
+            if not event.row.startswith(_LEVEL):
+                by_row[event.row].append(event._replace(start_ns=max(event.start_ns, self.start_ns)))
         out: list[dict[str, Any]] = []
         threads = 0
         for row in sorted(by_row, key=lambda r: (_ORDER.index(r) if r in _ORDER else len(_ORDER), r)):
@@ -90,7 +102,7 @@ class Timeline:
                 out.append(self._meta("thread_sort_index", threads, {"sort_index": threads}))
                 out.extend(self._complete(event, threads) for event in apart)
         return {
-            "traceEvents": [self._meta("process_name", 0, {"name": "offload"}), *out],
+            "traceEvents": [self._meta("process_name", 0, {"name": "offload"}), *out, *map(self._level, levels)],
             "displayTimeUnit": "ms",
             "otherData": {"dropped_events": dropped},
         }
@@ -105,10 +117,15 @@ class Timeline:
             "cat": event.row,
             "pid": self._process,
             "tid": thread,
-            "ts": (event.start_ns - self._start) / 1e3,
+            "ts": (event.start_ns - self.start_ns) / 1e3,
             "dur": max(0, event.end_ns - event.start_ns) / 1e3,
             "args": {} if event.nbytes is None else {"bytes": event.nbytes},
         }
+
+    def _level(self, event: Event) -> dict[str, Any]:
+        microseconds = (event.start_ns - self.start_ns) / 1e3
+        values = {"bytes": event.nbytes}
+        return {"ph": "C", "name": event.row, "pid": self._process, "ts": microseconds, "args": values}
 
 
 def _apart(events: Iterable[Event], nested: bool) -> list[list[Event]]:

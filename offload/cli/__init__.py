@@ -1,4 +1,4 @@
-"""`offload finetune | tune | doctor`: the command line."""
+"""`offload finetune | tune | doctor | report`: the command line."""
 
 from offload.cli.parser import main
 

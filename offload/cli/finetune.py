@@ -44,6 +44,9 @@ def add(commands: Any) -> None:
     text.add_argument("--eval-fraction", type=float, metavar="F", help="else: share of --data to hold out (0.05)")
     text.add_argument("--eval-batches", type=int, metavar="N", help="held-out batches to evaluate at most (16)")
     text.add_argument("--out", required=True, type=Path, metavar="DIR", help="receives the model and its tokenizer")
+    text.add_argument(
+        "--no-strict", dest="strict", action="store_false", help="initialise what is missing in the model's weights"
+    )
     text.add_argument("--report", type=Path, metavar="FILE", help="figures of the run (run.json in --out)")
 
     place = finetune.add_argument_group("placement")
@@ -117,7 +120,7 @@ def _finetune_config(arguments: argparse.Namespace) -> FinetuneConfig:
 
     names = (
         *("model", "eval_fraction", "eval_batches", "out", "report", "steps", "seq_len", "batch_size", "grad_accum"),
-        *("lr", "warmup_steps", "weight_decay", "clip", "seed", "gradient_checkpointing", "quiet"),
+        *("lr", "warmup_steps", "weight_decay", "clip", "seed", "strict", "gradient_checkpointing", "quiet"),
         *("save_every", "keep", "resume", "stop_within"),
     )
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}

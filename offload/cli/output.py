@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from offload.errors import ConfigError
 
 if TYPE_CHECKING:
     from offload.planning.checkup import Check
 
-__all__ = ["EXIT_BAD_INPUT", "EXIT_BROKEN_PIPE", "EXIT_FAILED", "EXIT_INTERRUPTED", "fail", "show", "table", "version"]
+__all__ = [
+    "EXIT_BAD_INPUT",
+    "EXIT_BROKEN_PIPE",
+    "EXIT_FAILED",
+    "EXIT_INTERRUPTED",
+    "fail",
+    "show",
+    "table",
+    "version",
+    "write_file",
+]
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -37,6 +51,19 @@ def version() -> str:
         return installed("offload")
     except PackageNotFoundError:
         return "(not installed; running from its source tree)"
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write `path`, whole or not at all. Raises ConfigError where that is not possible."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        try:
+            aside.write_text(text, encoding="utf-8")
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def show(title: str, checks: Iterable[Check]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, fail, show, table
+from offload.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, fail, show, table, write_file
 from offload.errors import ConfigError, OffloadError
 from offload.names import BACKENDS
 from offload.sizes import format_size, parse_size
@@ -99,7 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
     except OffloadError as error:
         return fail(error, EXIT_FAILED)
     advice = advise(found)
-    _write(arguments.out, to_toml(list(checked), advice))
+    write_file(arguments.out, to_toml(list(checked), advice))
     if arguments.json:
         print(json.dumps(_as_json(arguments.out, list(checked), found, advice), indent=1))
     else:
@@ -128,27 +128,11 @@ def _check_out(path: Path, force: bool) -> None:
             raise ConfigError(f"cannot write {path}: expected a file, found a directory")
         if not force and path.exists() and not path.read_text(errors="replace").startswith(HEADER):
             raise ConfigError(f"{path} was not written by `offload tune`; name another --out, or replace it by --force")
-        aside = _aside(path)
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
         aside.touch()
         aside.unlink()
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _write(path: Path, text: str) -> None:
-    aside = _aside(path)
-    try:
-        try:
-            aside.write_text(text, encoding="utf-8")
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def _as_table(directories: Sequence[Path], advice: Advice) -> str:

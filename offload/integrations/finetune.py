@@ -28,6 +28,7 @@ from offload.integrations.loading import (
 from offload.integrations.progress import Progress, StepFigures
 from offload.integrations.run_checkpoints import Generators, RunCheckpoints
 from offload.integrations.run_report import LaneFigures, RunReport, TierFigures
+from offload.integrations.step_trace import StepTrace
 from offload.sizes import format_size
 
 __all__ = ["FinetuneRun"]
@@ -89,7 +90,7 @@ class FinetuneRun:
         import offload
 
         torch.manual_seed(self.config.seed)
-        offload.wrap(self.model, weights=self._weights, **self.config.wrap)
+        offload.wrap(self.model, weights=self._weights, strict=self.config.strict, **self.config.wrap)
         self.optimizer = offload.AdamW(
             self.model.parameters(), lr=self.config.lr, weight_decay=self.config.weight_decay
         )
@@ -151,12 +152,14 @@ class FinetuneRun:
             WriteBudgetError: the next step would pass the write budget; a checkpoint was saved.
         """
         config, report = self.config, self.report
-        with self.progress, stop_on_signals(quiet=config.quiet, within=config.stop_within) as stop:
+        trace = StepTrace(config.trace_path, len(report.steps), config.steps, self._held)
+        catch = stop_on_signals(quiet=config.quiet, within=config.stop_within)
+        with self.progress, contextlib.closing(trace), catch as stop:
             self._tell_writes()
             if not report.steps:
                 report.eval_loss["before"] = self._evaluate("before", stop)
             try:
-                self._steps(stop)
+                self._steps(stop, trace)
             except WriteBudgetError as error:
                 raise self._out_of_writes(error) from error
             if not stop:
@@ -168,10 +171,12 @@ class FinetuneRun:
                 else:
                     self._save()
             report.stopped_by, self.exit_code = stop.name, stop.exit_code
+            if trace.write():
+                report.step_trace = {"file": config.trace_path.name, "step": trace.step}
             report.write(config.report_path)
         return report
 
-    def _steps(self, stop: StopRequest) -> None:
+    def _steps(self, stop: StopRequest, trace: StepTrace) -> None:
         import offload
 
         config, model, optimizer, report = self.config, self.model, self.optimizer, self.report
@@ -190,30 +195,36 @@ class FinetuneRun:
             report.seconds = earlier_s + time.perf_counter() - start - saving
             report.skipped_steps = optimizer.skipped_steps
 
-        for _ in range(done, config.steps):
+        for number in range(done, config.steps):
             if stop:
                 break
             step_start, step_lanes = time.perf_counter(), self._lanes(wait=False)
             generators = Generators(device)
             lr = optimizer.param_groups[0]["lr"]
             loss_sum = torch.zeros((), device=device)
+            held: dict[str, int] = {}
             for _ in range(config.grad_accum):
                 loss = self._loss(next(data).to(device))
+                self._see(held)
                 scaler.scale(loss / config.grad_accum).backward()  # type: ignore[no-untyped-call]
+                self._see(held)
                 loss_sum += loss.detach().float()
             scaler.unscale_(optimizer)
             norm = None
             if config.clip > 0:
                 norm = float(offload.clip_grad_norm_(model.parameters(), config.clip))
+            trace.before_update(number)
             try:
                 scaler.step(optimizer)
             except WriteBudgetError:
                 generators.put_back()  # the step was not taken, and will draw the same numbers when it is
                 total()
                 raise
+            trace.after_update(number)
             scaler.update()
             optimizer.zero_grad()
             self.schedule.step()
+            self._see(held)
             measured = offload.stats(model, wait=False).step  # waiting here would hide nothing of the update
             if measured is not None:
                 report.count(measured.as_dict())
@@ -225,6 +236,7 @@ class FinetuneRun:
                 tokens=config.tokens_per_step,
                 lanes={name: lane.bytes for name, lane in self._lanes(step_lanes, wait=False).items()},
                 bound="" if measured is None else measured.bound,
+                held=held,
             )
             report.steps.append(figures)
             self.progress.step(figures)
@@ -292,8 +304,18 @@ class FinetuneRun:
         import offload
 
         stats = offload.stats(self.model)
-        self.report.tiers = {n: TierFigures(t.used, t.peak, t.budget) for n, t in stats.tiers.items()}
+        self.report.tiers = {n: TierFigures(t.used, t.peak, t.budget, t.by_kind) for n, t in stats.tiers.items()}
         self.report.placement = {kind: dict(by_tier) for kind, by_tier in stats.placement.items()}
+
+    def _see(self, held: dict[str, int]) -> None:
+        """Raise `held` to what each tier holds now."""
+        for name, nbytes in self._held().items():
+            held[name] = max(held.get(name, 0), nbytes)
+
+    def _held(self) -> dict[str, int]:
+        import offload
+
+        return {name: tier.used for name, tier in offload.stats(self.model, wait=False).tiers.items()}
 
     def _save(self) -> None:
         import offload

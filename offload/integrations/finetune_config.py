@@ -30,6 +30,7 @@ class FinetuneConfig:
         clip: largest global gradient norm; 0: no clipping.
         eval_fraction: share of the tokens of `data` to hold out; 0: no evaluation (without `eval_data`).
         eval_batches: batches of held-out text that are evaluated at most.
+        strict: names that are missing or unexpected in the weights are an error; else what is missing is initialised.
         gradient_checkpointing: compute activations again in backward instead of keeping them.
         save_every: steps between checkpoints; 0: none.
         keep: checkpoints that stay.
@@ -54,6 +55,7 @@ class FinetuneConfig:
     seed: int = 0
     eval_fraction: float = 0.05
     eval_batches: int = 16
+    strict: bool = True
     gradient_checkpointing: bool = False
     save_every: int = 0
     keep: int = 1
@@ -89,6 +91,11 @@ class FinetuneConfig:
     def report_path(self) -> Path:
         """Where the figures of the run go."""
         return self.out / "run.json" if self.report is None else self.report
+
+    @property
+    def trace_path(self) -> Path:
+        """Where the timeline of one step goes."""
+        return self.report_path.with_suffix(".trace.json")
 
     @property
     def checkpoint_path(self) -> Path:

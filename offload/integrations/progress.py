@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from offload.sizes import format_size
@@ -19,7 +19,8 @@ _LANES = {"nvme_read": "nvme read", "nvme_write": "nvme write", "h2d": "to gpu",
 @dataclass(frozen=True)
 class StepFigures:
     """One step: its mean loss, the learning rate used, gradient norm before clipping (None: not clipped), wall time,
-    the bytes that were counted on each lane while it ran, and what it was bound by ("nvme write, 93 %"; "": not known).
+    the bytes that were counted on each lane while it ran, what it was bound by ("nvme write, 93 %"; "": not known), and
+    the bytes that each tier held at most, of what was seen after each forward, backward and update.
     """
 
     loss: float
@@ -29,6 +30,7 @@ class StepFigures:
     tokens: int
     lanes: Mapping[str, int]
     bound: str = ""
+    held: Mapping[str, int] = field(default_factory=dict)
 
 
 class Progress:

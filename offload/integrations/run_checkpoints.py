@@ -107,10 +107,7 @@ class RunCheckpoints:
             "step": step,
             "settings": self._settings,
             "scaler": scaler.state_dict(),
-            "steps": [
-                {**asdict(s), "lanes": dict(s.lanes), "loss": _plain(s.loss), "grad_norm": _plain(s.grad_norm)}
-                for s in report.steps
-            ],
+            "steps": [{**asdict(s), "loss": _plain(s.loss), "grad_norm": _plain(s.grad_norm)} for s in report.steps],
             "eval_before": _plain(report.eval_loss["before"]),
             "lanes": {name: asdict(lane) for name, lane in report.lanes.items()},
             "seconds": report.seconds,

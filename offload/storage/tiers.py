@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 
+from offload import timeline
 from offload.errors import BudgetError
 from offload.sizes import format_size
 
@@ -35,8 +37,15 @@ class Tier:
             self.used += nbytes
             self.by_kind[kind] += nbytes
             self.peak = max(self.peak, self.used)
+            self._tell(kind)
 
     def give(self, nbytes: int, kind: str) -> None:
         with self._lock:
             self.used -= nbytes
             self.by_kind[kind] -= nbytes
+            self._tell(kind)
+
+    def _tell(self, kind: str) -> None:
+        if timeline.tracing():
+            now = time.monotonic_ns()
+            timeline.add(f"tier {self.name}", kind, now, now, self.used)

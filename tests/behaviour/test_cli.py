@@ -209,6 +209,17 @@ def test_a_run_ends_with_a_model_that_plain_transformers_loads(
     assert figures["tokens_per_s"] == pytest.approx(3 * 64 / figures["seconds"])
     assert figures["arguments"]["wrap"]["tiers"] == ["gpu", "cpu", "nvme"]
     assert figures["build_info"]["isa"]
+    for step in figures["steps"]:
+        for tier, held in step["held"].items():
+            assert 0 < held <= figures["tiers"][tier]["peak"]
+    assert sum(figures["tiers"]["nvme"]["by_kind"].values()) == figures["tiers"]["nvme"]["used"]
+    # The timeline of a whole step, and the page that draws it.
+    assert figures["step_trace"] == {"file": "run.trace.json", "step": 3}
+    done = run("report", str(report))
+    assert done.returncode == 0, done.stderr
+    page = (report.parent / "report.html").read_text()
+    assert "Step 3, " in page
+    assert page.count('id="') == 7
     # In another process, without this package:
     check = (
         "import sys, torch\n"

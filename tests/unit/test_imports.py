@@ -11,8 +11,7 @@ import pytest
 import offload
 from tests.loops import ROOT
 
-# A folder with a torch that cannot be imported comes before the real one.
-COMMANDS = ["", "finetune", "tune", "doctor"]
+COMMANDS = ["", "finetune", "tune", "doctor", "report"]
 
 
 def python(code: str, *arguments: str, path: str = "") -> str:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from offload import timeline
 from offload.errors import ConfigError
 from offload.lanes import Lane
+from offload.storage.tiers import Tier
 from offload.timeline import Event, Timeline, _apart
 
 spans = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 30)), max_size=40)
@@ -37,6 +38,23 @@ def test_events_of_one_row_are_apart_or_within_each_other(given_spans: list[tupl
                 after = a.end_ns <= b.start_ns
                 within = a.start_ns <= b.start_ns and b.end_ns <= a.end_ns
                 assert after or (nested and within)
+
+
+def test_levels_of_a_tier_are_counters(tmp_path: Path) -> None:
+    made, tier = Timeline(tmp_path / "trace.json"), Tier("cpu", 100)
+    tier.take(10, "staging")
+    timeline.start(made)
+    tier.take(30, "gradients")
+    tier.give(10, "staging")
+    timeline.stop(made)
+    tier.give(30, "gradients")
+    counters = [event for event in made.as_json()["traceEvents"] if event["ph"] == "C"]
+    assert [(event["name"], event["args"]) for event in counters] == [
+        ("tier cpu", {"bytes": 40}),
+        ("tier cpu", {"bytes": 30}),
+    ]
+    assert complete(made.as_json()) == []
+    assert [(event.row, event.name) for event in made.events()] == [("tier cpu", "gradients"), ("tier cpu", "staging")]
 
 
 def test_a_file_that_a_reader_takes(tmp_path: Path) -> None:

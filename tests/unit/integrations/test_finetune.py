@@ -16,7 +16,9 @@ import torch
 pytest.importorskip("transformers")
 
 import offload
+from offload import timeline
 from offload.config import DTYPES
+from offload.errors import CheckpointError
 from offload.integrations.data import batches
 from offload.integrations.finetune import FinetuneRun
 from offload.integrations.finetune_config import FinetuneConfig
@@ -227,3 +229,35 @@ def test_progress_in_a_terminal_is_a_bar_with_loss_rate_bound_and_bytes() -> Non
         "step 2/2: loss 1.2500, lr 1.00e-04, 512 tokens/s, bound by nvme read, 93 %; so far nvme read 6.0 MiB",
     ]
     assert nothing.getvalue() == ""
+
+
+def test_one_step_is_traced(tmp_path: Path) -> None:
+    for steps, traced in ((1, None), (2, 2), (6, 4)):
+        config = settings(tmp_path, steps=steps, grad_accum=1, report=tmp_path / f"{steps}.json")
+        report = FinetuneRun(config).train()
+        if traced is None:
+            assert report.step_trace is None
+            assert not config.trace_path.exists()
+            continue
+        assert report.step_trace == {"file": f"{steps}.trace.json", "step": traced}
+        events = json.loads(config.trace_path.read_text())["traceEvents"]
+        whole = [event for event in events if event.get("cat") == "step"][-1]
+        assert whole["ts"] > 0
+        first = {event["name"]: event["ts"] for event in reversed(events) if event["ph"] == "C"}
+        assert set(first) == {"tier gpu", "tier cpu"} or set(first) == {"tier gpu"}
+        assert all(moment <= whole["ts"] for moment in first.values())
+    assert not timeline.tracing()
+
+
+def test_missing_weights_are_initialised_if_that_is_asked_for(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    config = settings(tmp_path)
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.norm.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
+        FinetuneRun(config)
+    report = FinetuneRun(settings(tmp_path, strict=False, steps=1)).train()
+    assert len(report.steps) == 1

@@ -81,10 +81,11 @@ int32_t offload_adam(const offload_adam_args* args, int32_t isa, int32_t threads
   return 0;
 }
 
-int32_t offload_sum_squares(const void* x, int32_t dtype, uint64_t n, int32_t isa, int32_t threads, double* result) {
+int32_t offload_sum_squares(const void* x, int32_t dtype, uint64_t n, double start, int32_t isa, int32_t threads,
+                            double* result) {
   const Kernels* kernels = kernels_at(isa);
   if (kernels == nullptr || result == nullptr || threads < 1 || !is_dtype(dtype)) return -EINVAL;
-  *result = 0.0;
+  *result = start;
   if (n == 0) return 0;
   if (x == nullptr) return -EINVAL;
   struct Context {
@@ -106,7 +107,7 @@ int32_t offload_sum_squares(const void* x, int32_t dtype, uint64_t n, int32_t is
                                  c.blocks + begin / offload::kBlock);
         },
         &context);
-    double total = 0.0;
+    double total = start;
     for (std::size_t i = 0; i < count; ++i) total += blocks[i];
     *result = total;
   } catch (const std::bad_alloc&) {

@@ -27,8 +27,9 @@ from offload.planning.memory import (
     with_compute_dtype,
 )
 from offload.sharding.allocation import Allocation
-from offload.sharding.homes import ComputeHome
+from offload.sharding.homes import ComputeHome, SwapHome
 from offload.sharding.layout import padded
+from offload.sharding.pieces import record_bytes
 from offload.sharding.unit import Member, State, Unit
 from offload.sizes import PAGE, format_size, round_up
 from offload.storage.device import Device, total_compute_memory
@@ -47,6 +48,7 @@ from offload.training.parameter import OffloadedParameter, ResidentParameter
 from offload.training.parts import Parts
 from offload.training.residency import Residency
 from offload.training.runtime import Runtime, attached, runtime_of_model
+from offload.training.spill import ARRIVING_BUFFERS, READING_BUFFERS, Spill, SpilledBuffer
 from offload.training.state import StateStore, state_bytes
 from offload.training.steps import StepMeter
 from offload.training.tracing import trace_as_environment_says, write_trace_of_environment
@@ -218,7 +220,8 @@ class _Builder:
         backend, swap = self._open_swap(plan)
         pin = self._config.pin is not False
         allocation = Allocation(self._device, tiers, self._config.tiers, swap, pin, plan.granule())
-        parts = self._parts(plan, tiers, allocation, backend, swap)
+        spill = self._spill(plan, tiers["cpu"], allocation)
+        parts = self._parts(plan, tiers, allocation, backend, swap, spill)
         before = originals(self._model)
         try:
             for index, unit_plan in enumerate(plan.cut.units):
@@ -237,10 +240,11 @@ class _Builder:
         parts.gradients = Gradients(
             self._device,
             [
-                self._gradients(unit, tier, memory)
+                self._gradients(unit, tier, memory, allocation, spill)
                 for unit, tier in zip(parts.units, plan.placement.gradients, strict=True)
             ],
             parts.steps.waiting,
+            spill,
         )
         runtime = Runtime(parts)
         runtime.handles = attach(runtime, self._model, plan.cut.users)
@@ -300,12 +304,14 @@ class _Builder:
         allocation: Allocation,
         backend: IoBackend | None,
         swap: SwapSpace | None,
+        spill: Spill | None,
     ) -> Parts:
         config, device = self._config, self._device
         poison = config.poison or device.poisons
         staging = allocation.pool(STAGING_BUFFERS, plan.largest_block(), poison) if plan.placement.staged else None
         delivery = None if device.host_visible else allocation.pool(DELIVERY_BUFFERS, plan.largest_weights(), poison)
-        if staging is not None and backend is not None and (why := backend.register(staging.buffers)):
+        buffers = () if staging is None else staging.buffers + (() if spill is None else spill.buffers)
+        if buffers and backend is not None and (why := backend.register(buffers)):
             log.debug("staging buffers are not registered with the kernel: %s", why)
         transfers = Transfers(device, staging)
         units: list[Unit] = []
@@ -364,8 +370,24 @@ class _Builder:
         move_in(unit)
         return unit
 
-    def _gradients(self, unit: Unit, tier: str, memory: GradientMemory) -> GradientBuffer:
+    def _spill(self, plan: MemoryPlan, host: Tier, allocation: Allocation) -> Spill | None:
+        """The buffers through which gradients go to disk and come back, if some do."""
+        if not plan.placement.spills:
+            return None
+        poison = self._config.poison or self._device.poisons
+        arriving = allocation.pool(ARRIVING_BUFFERS, plan.piece, poison)
+        reading = allocation.pool(READING_BUFFERS, plan.piece, poison)
+        return Spill(self._device, arriving, reading, host)
+
+    def _gradients(
+        self, unit: Unit, tier: str, memory: GradientMemory, allocation: Allocation, spill: Spill | None
+    ) -> GradientBuffer | SpilledBuffer:
         dtype = gradient_dtype(unit.dtype, self._config.grad_dtype)
+        if tier == "nvme":
+            home = allocation.home(tier, record_bytes(unit.layout, dtype.itemsize), "gradients", unit.name, PAGE)
+            assert isinstance(home, SwapHome)
+            assert spill is not None
+            return SpilledBuffer(unit, dtype, home, spill)
         place = tier, unit.layout.numel * dtype.itemsize
         return GradientBuffer(unit, dtype, lambda: memory.take(*place), lambda buffer: memory.give(*place, buffer))
 

@@ -236,16 +236,17 @@ def adamw_(
         out.detach().copy_(param.detach())
 
 
-def sum_squares(x: torch.Tensor, *, isa: str | None = None, threads: int | None = None) -> float:
-    """Sum of squares of `x` (fp32, bf16 or fp16; contiguous; on the CPU), added up in double.
+def sum_squares(x: torch.Tensor, start: float = 0.0, *, isa: str | None = None, threads: int | None = None) -> float:
+    """Sum of squares of `x` (fp32, bf16 or fp16; contiguous; on the CPU), added up in double, onto `start`.
 
-    Not finite exactly when `x` holds an infinity or a NaN. The bits depend on `x` alone.
+    Not finite exactly when `x` (or `start`) holds an infinity or a NaN. The bits depend on the values alone: with the
+    sum of what comes before `x` as `start`, a multiple of 4096 elements, they are those of one call for all.
     """
     n = _tensor("x", x, _DTYPES, None)
     lib, index, workers = _where(isa, threads)
     if lib is None:
-        return torch_kernels.sum_squares(x)
-    return lib.sum_squares(x.data_ptr(), _DTYPES[x.dtype], n, index, workers)
+        return torch_kernels.sum_squares(x, start)
+    return lib.sum_squares(x.data_ptr(), _DTYPES[x.dtype], n, start, index, workers)
 
 
 def crc32c(buffer: torch.Tensor, granule: int, *, how: str | None = None, threads: int | None = None) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Final
 
 __all__ = ["Completion", "Library", "library", "missing"]
 
-_ABI: Final = 4
+_ABI: Final = 5
 _DIRECTORY: Final = Path(__file__).resolve().parent / "_lib"
 
 
@@ -78,7 +78,7 @@ _SIGNATURES: Final = (
     ("offload_isa_count", _I32, ()),
     ("offload_isa_name", _TEXT, (_I32,)),
     ("offload_adam", _I32, (ctypes.POINTER(_AdamArgs), _I32, _I32)),
-    ("offload_sum_squares", _I32, (_POINTER, _I32, _U64, _I32, _I32, ctypes.POINTER(ctypes.c_double))),
+    ("offload_sum_squares", _I32, (_POINTER, _I32, _U64, ctypes.c_double, _I32, _I32, ctypes.POINTER(ctypes.c_double))),
     ("offload_traffic", _I32, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _U64, _I32, _I32)),
     ("offload_crc_hardware", _I32, ()),
     ("offload_crc32c", _I32, (_POINTER, _U64, _U64, _POINTER, _I32, _I32)),
@@ -136,9 +136,9 @@ class Library:
         args = _AdamArgs(*addresses, n, first, *dtypes, int(decoupled), step & 0xFFFFFFFF, *scalars)
         self._check(self._c.offload_adam(ctypes.byref(args), isa, threads), "adamw_")
 
-    def sum_squares(self, address: int, dtype: int, n: int, isa: int, threads: int) -> float:
+    def sum_squares(self, address: int, dtype: int, n: int, start: float, isa: int, threads: int) -> float:
         result = ctypes.c_double()
-        code = self._c.offload_sum_squares(address, dtype, n, isa, threads, ctypes.byref(result))
+        code = self._c.offload_sum_squares(address, dtype, n, start, isa, threads, ctypes.byref(result))
         self._check(code, "sum_squares")
         return result.value
 

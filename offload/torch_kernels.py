@@ -196,14 +196,14 @@ def _round(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def sum_squares(x: torch.Tensor) -> float:
-    """Sum of squares of `x` in double; the order of the additions is that of the native core."""
+def sum_squares(x: torch.Tensor, start: float = 0.0) -> float:
+    """`start` and the sum of squares of `x` in double; the order of the additions is that of the native core."""
     flat = x.detach().view(-1)
     partial = [_block_sums(flat[part]) for part in _chunks(flat)]
     if not partial:
-        return 0.0
+        return start
     blocks = torch.cat(partial).cpu().numpy()
-    return float(np.add.accumulate(blocks)[-1])  # accumulate adds strictly from left to right
+    return float(np.add.accumulate(np.append(start, blocks))[-1])  # accumulate adds strictly from left to right
 
 
 def _block_sums(chunk: torch.Tensor) -> torch.Tensor:

@@ -14,14 +14,17 @@ from offload.config import WrapConfig
 from offload.errors import ConfigError
 from offload.sharding.layout import FlatLayout, Span, blocks, flat_layout
 from offload.sharding.partition import Partition, UnitPlan, partition
+from offload.sharding.pieces import largest_piece, record_bytes
 from offload.sharding.placement import Demand, DoesNotFit, Placement, UnitSize, at_least, place
 from offload.sizes import PAGE, parse_size, round_up
 from offload.storage.checksum import GRANULE
 from offload.training.gradients import gradient_dtype
+from offload.training.spill import ARRIVING_BUFFERS, READING_BUFFERS
 from offload.training.state import state_bytes
 
 STAGING_BUFFERS = 6  # of one block of state each: being read, updated and written, with one to spare for each way
 DELIVERY_BUFFERS = 2  # of the largest unit's weights: one being filled, one being copied
+SPILL_BUFFERS = ARRIVING_BUFFERS + READING_BUFFERS  # of one piece of a gradient on disk each
 _Loading = Callable[[Sequence[nn.Parameter]], int]
 _ATTEMPTS = 16  # each finds the need of one more cut; two or three are usual
 
@@ -34,6 +37,7 @@ class MemoryPlan:
     layouts: tuple[FlatLayout, ...]
     demand: Demand
     placement: Placement
+    piece: int  # the largest of a gradient on disk
 
     def swapped(self) -> int:
         """Bytes of swap space that the placement needs."""
@@ -41,7 +45,8 @@ class MemoryPlan:
         for size, weights, state in zip(self.demand.units, self.placement.weights, self.placement.blocks, strict=True):
             total += size.weights if weights == "nvme" else 0
             total += sum(b for b, tier in zip(size.blocks, state, strict=True) if tier == "nvme")
-        return total
+        gradients = zip(self.demand.units, self.placement.gradients, strict=True)
+        return total + sum(size.spilled for size, tier in gradients if tier == "nvme")
 
     def largest_block(self) -> int:
         """Of optimizer state, counting parameters that are frozen now and may be unfrozen later."""
@@ -103,6 +108,7 @@ def _plan(
     layouts = tuple(flat_layout(tuple(p.shape) for p in plan.parameters) for plan in cut.units)
     units = tuple(_size(p, layout, config, budgets["gpu"]) for p, layout in zip(cut.units, layouts, strict=True))
     per_element = state_bytes(config.state_dtype)
+    piece, largest = _largest_gradient(cut, layouts, config)
     any_block = max((round_up(b.count * per_element) for b in _possible_blocks(cut, layouts)), default=PAGE)
     demand = Demand(
         units,
@@ -112,8 +118,10 @@ def _plan(
         delivery=(0 if host_visible else DELIVERY_BUFFERS * _largest_weights(units))
         + sum(u.weights for u in units if u.tile),
         loading=max(loading(p.parameters) for p in cut.units),
+        # And a whole one, or two where autograd adds them up in host memory, see docs/decisions/0004.
+        spill=SPILL_BUFFERS * piece + (2 if host_visible else 1) * largest,
     )
-    return MemoryPlan(cut, layouts, demand, place(demand, config.tiers, budgets))
+    return MemoryPlan(cut, layouts, demand, place(demand, config.tiers, budgets), piece)
 
 
 def trainable_blocks(plan: UnitPlan, layout: FlatLayout) -> tuple[Span, ...]:
@@ -135,7 +143,16 @@ def _size(plan: UnitPlan, layout: FlatLayout, config: WrapConfig, budget: int) -
         gradient=max(round_up(layout.numel * gradient), PAGE) if spans else 0,
         blocks=tuple(round_up(s.count * state_bytes(config.state_dtype)) for s in spans),
         tile=tile_bytes(plan, budget),
+        spilled=max(record_bytes(layout, gradient), PAGE) if spans else 0,
     )
+
+
+def _largest_gradient(cut: Partition, layouts: Sequence[FlatLayout], config: WrapConfig) -> tuple[int, int]:
+    """Bytes of the largest piece on disk, and of the largest gradient of one parameter, that there could be."""
+    sizes = [gradient_dtype(plan.dtype, config.grad_dtype).itemsize for plan in cut.units]
+    pieces = (largest_piece(layout, size) for layout, size in zip(layouts, sizes, strict=True))
+    whole = (s.numel * size for layout, size in zip(layouts, sizes, strict=True) for s in layout.slots)
+    return max(pieces, default=PAGE), round_up(max(whole, default=0))
 
 
 def _check_dtypes(cut: Partition) -> None:

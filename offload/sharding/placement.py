@@ -2,7 +2,7 @@
 
 Tiers are filled in the order given, compute weights before optimizer state, what comes first in the model first. Room
 that every step needs anyway is set aside before: on ``gpu`` the window in which units come and go, on ``cpu`` the
-gradients and the staging buffers.
+gradients and the staging buffers. Gradients for which ``cpu`` has no room are on ``nvme``, if that is a tier.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class UnitSize:
     gradient: int
     blocks: tuple[int, ...]  # optimizer state, 12 B/param (8 with bf16 moments) and padding
     tile: int = 0  # what a matrix larger than the gpu budget needs there at least; 0: it is used whole
+    spilled: int = 0  # the gradient, on nvme
 
     @property
     def window(self) -> int:
@@ -43,6 +44,7 @@ class Demand:
     staging: int  # host bytes for transfers when something lives on nvme
     delivery: int  # host bytes in which new weights wait for their copy to an accelerator; 0 without one
     loading: int = 0  # host bytes for first values of a unit, before there are gradients
+    spill: int = 0  # host bytes that gradients on nvme need
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,13 @@ class Placement:
     staged: bool  # transfers to and from nvme need staging buffers
 
     @property
+    def spills(self) -> bool:
+        """Are there gradients on nvme?"""
+        return "nvme" in self.gradients
+
+    @property
     def swaps(self) -> bool:
-        return "nvme" in self.weights or any("nvme" in b for b in self.blocks)
+        return self.spills or "nvme" in self.weights or any("nvme" in b for b in self.blocks)
 
 
 def place(demand: Demand, tiers: Sequence[str], budgets: Mapping[str, int]) -> Placement:
@@ -101,7 +108,7 @@ class _Placer:
             if None in weights or any(u.blocks and not w for u, w in zip(units, whole, strict=True)):
                 raise self._refuse("not everything fits the gpu tier, and there is no other")
         else:
-            self._set_aside(gradients)
+            gradients = self._set_aside(gradients)
         homes = [w or self._elsewhere(u.weights, "weights", u) for w, u in zip(weights, units, strict=True)]
         blocks = [
             tuple(w or self._elsewhere(b, "optimizer state", u) for b in u.blocks)
@@ -125,19 +132,30 @@ class _Placer:
     def _largest(self) -> str:
         return max(self._demand.units, key=lambda u: u.window).name
 
-    def _set_aside(self, gradients: Sequence[str]) -> None:
-        """Take the fixed part of the cpu budget."""
-        host_gradients = sum(
-            u.gradient for u, tier in zip(self._demand.units, gradients, strict=True) if tier == "cpu" and u.blocks
-        )
-        staging = (self._demand.staging if "nvme" in self._tiers else 0) + self._demand.delivery
-        first = max(host_gradients, self._demand.loading)
+    def _set_aside(self, gradients: Sequence[str]) -> list[str]:
+        """Take the fixed part of the cpu budget; the tiers of the gradients, of which some may go to nvme."""
+        units, swap = self._demand.units, "nvme" in self._tiers
+        tiers = ["cpu" if u.blocks and tier == "cpu" else None for u, tier in zip(units, gradients, strict=True)]
+        host = sum(u.gradient for u, tier in zip(units, tiers, strict=True) if tier)
+        staging = (self._demand.staging if swap else 0) + self._demand.delivery
+        first = max(host, self._demand.loading)
+        room = self._left["cpu"] - staging - self._demand.spill
+        if swap and first + staging > self._left["cpu"] and self._demand.loading <= room:
+            staging += self._demand.spill
+            kept, host = _kept([u.gradient if tier else 0 for u, tier in zip(units, tiers, strict=True)], room)
+            first = max(host, self._demand.loading)
+            for index, unit in enumerate(units):
+                if tiers[index] and not kept[index]:
+                    tiers[index] = self._take("nvme", unit.spilled)
+                    if tiers[index] is None:
+                        raise self._refuse(f"no tier has room for the gradients of unit {unit.name!r}")
         self._left["cpu"] -= first + staging
         if self._left["cpu"] < 0:
             raise self._refuse(
-                f"gradients{' or initial values' if first > host_gradients else ''} ({format_size(first)}) and staging "
+                f"gradients{' or initial values' if first > host else ''} ({format_size(first)}) and staging "
                 f"buffers ({format_size(staging)}) do not fit the cpu budget"
             )
+        return [new or old for new, old in zip(tiers, gradients, strict=True)]
 
     def _take(self, tier: str, nbytes: int) -> str | None:
         if tier not in self._tiers or nbytes > self._left[tier]:
@@ -166,10 +184,24 @@ class _Placer:
         all_stay = weights <= window
         out = {"gpu": min(window, weights)}
         moved = state if all_stay else weights + state
-        fixed = max(gradients, self._demand.loading) + self._demand.delivery
+        delivery, loading, spill = self._demand.delivery, self._demand.loading, self._demand.spill
+        fixed = max(gradients, loading) + delivery
         if last == "cpu":
             return {**out, "cpu": fixed + moved}
-        return {**out, "cpu": fixed + self._demand.staging, "nvme": moved}
+        if gradients <= loading + spill:
+            return {**out, "cpu": fixed + self._demand.staging, "nvme": moved}
+        kept, _ = _kept([u.gradient if u.blocks else 0 for u in units], loading)
+        spilled = sum(u.spilled for u, stays in zip(units, kept, strict=True) if u.blocks and not stays)
+        return {**out, "cpu": loading + spill + delivery + self._demand.staging, "nvme": moved + spilled}
+
+
+def _kept(sizes: Sequence[int], room: int) -> tuple[list[bool], int]:
+    """Which of these stay where there is ``room``, the first ones first; and their bytes: never less with more room."""
+    kept, used = [], 0
+    for nbytes in sizes:
+        kept.append(used + nbytes <= room)
+        used += nbytes if kept[-1] else 0
+    return kept, used
 
 
 def at_least(nbytes: int) -> str:

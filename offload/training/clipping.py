@@ -9,7 +9,7 @@ import torch
 
 from offload.errors import OffloadError
 from offload.training.early import REMEDY
-from offload.training.optimizer import runtime_of, sum_squares
+from offload.training.optimizer import runtime_of
 
 
 def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
@@ -34,13 +34,9 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
                 f"before their norm is known. To clip, {REMEDY}"
             )
     runtime.settle()
-    runtime.gradients.wait()
     total = 0.0
     for parameter in listed:
-        unit, index = runtime.place_of(parameter)  # type: ignore[arg-type]
-        gradient = runtime.gradients.get(unit, index)
-        if gradient is not None:
-            total += sum_squares(gradient)
+        total += runtime.gradients.sum_squares(*runtime.place_of(parameter))  # type: ignore[arg-type]
     norm = math.sqrt(total) if total >= 0 else math.nan
     runtime.clip_factors.set(listed, min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan)
     return torch.tensor(norm, dtype=torch.float64, device="cpu")

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 
 import torch
 
+from offload import native, torch_kernels
 from offload.sharding.unit import Member, Unit
 from offload.storage.device import Device
 from offload.storage.memory import view
 from offload.storage.ticket import Ticket
+from offload.training.spill import Spill, SpilledBuffer
 from offload.training.steps import Waiting, unmeasured
 from offload.training.waiting import Settles, plain, waiting
 
@@ -114,20 +116,35 @@ def gradient_dtype(compute: torch.dtype, wanted: torch.dtype | None) -> torch.dt
 
 
 class Gradients:
-    """All gradient buffers of a model and the copies that are still on their way to them."""
+    """All gradient buffers of a model and the copies that are still on their way to them. ``spill``: what those on disk
+    share."""
 
-    def __init__(self, device: Device, buffers: list[GradientBuffer], waiting: Waiting = unmeasured) -> None:
-        self._device, self._buffers, self._waiting = device, buffers, waiting
+    def __init__(
+        self,
+        device: Device,
+        buffers: Sequence[GradientBuffer | SpilledBuffer],
+        waiting: Waiting = unmeasured,
+        spill: Spill | None = None,
+    ) -> None:
+        self._device, self._buffers, self._waiting, self._spill = device, buffers, waiting, spill
         self._under_way: deque[tuple[Ticket, torch.Tensor, str]] = deque()  # and the name of the unit
 
-    def buffer(self, unit: Unit) -> GradientBuffer:
+    def buffer(self, unit: Unit) -> GradientBuffer | SpilledBuffer:
         return self._buffers[unit.index]
+
+    def source(self, unit: Unit) -> torch.Tensor | SpilledBuffer:
+        """Where an update finds the unit's gradients: flat, or on disk."""
+        buffer = self._buffers[unit.index]
+        return buffer if isinstance(buffer, SpilledBuffer) else buffer.flat
 
     def arrived(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
         """Take a gradient that autograd has just finished; added to what is there, in the order of arrival."""
         buffer, gradient = self._buffers[unit.index], gradient.detach()
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
+        if isinstance(buffer, SpilledBuffer):
+            buffer.put(index, gradient, add=buffer.present[index])
+            return
         gradient = gradient.to(buffer.dtype)  # first, so that it is rounded once and alike wherever it is added
         target = buffer.view(index)
         buffer.promised.discard(index)
@@ -167,6 +184,28 @@ class Gradients:
             self._wait_for(ticket, name)
             self._under_way.popleft()
 
+    def put_back(self) -> None:
+        """A step is taken: what the user changed of gradients on disk goes there. The update finishes what fails."""
+        if self._spill is not None:
+            with suppress(OSError), self._spill.lock:
+                self._spill.unload()
+
+    def flush(self) -> None:
+        """By the update: until all gradients on disk are there; raises what went wrong, and then tries it again."""
+        if self._spill is not None:
+            self._spill.flush()
+
+    def sum_squares(self, unit: Unit, index: int) -> float:
+        """Of a gradient, in double; not finite if an element is not, zero where there is none."""
+        buffer = self._buffers[unit.index]
+        if not buffer.present[index]:
+            return 0.0
+        self.wait()
+        if isinstance(buffer, SpilledBuffer):
+            return buffer.sum_squares(index)
+        gradient = plain(buffer.view(index))
+        return native.sum_squares(gradient) if gradient.device.type == "cpu" else torch_kernels.sum_squares(gradient)
+
     def get(self, unit: Unit, index: int) -> torch.Tensor | None:
         buffer = self._buffers[unit.index]
         if not buffer.present[index]:
@@ -191,6 +230,8 @@ class Gradients:
             )
         target = buffer.view(index)
         buffer.promised.discard(index)
-        if value is not target:
+        if isinstance(buffer, SpilledBuffer) and value is not target:
+            buffer.put(index, value, add=False)
+        elif value is not target:
             target.copy_(value)
         buffer.present[index] = True

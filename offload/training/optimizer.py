@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload import native, torch_kernels
 from offload.config import state_dtype as parse_state_dtype
 from offload.errors import ConfigError, OffloadError
 from offload.sharding.layout import Span
@@ -193,8 +192,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for parameter in parameters:
             if runtime.clip_factors.norm_was_taken(parameter):
                 continue
-            gradient = runtime.gradients.get(*runtime.place_of(parameter))
-            if gradient is not None and not math.isfinite(sum_squares(gradient)):
+            if not math.isfinite(runtime.gradients.sum_squares(*runtime.place_of(parameter))):
                 return False
         return True
 
@@ -231,7 +229,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     slot = member.slot
                     pieces.setdefault(unit, []).append((Span(slot.offset, slot.end - slot.offset), rule))
         ordered = sorted(pieces.items(), key=lambda item: item[0].index)
-        return [UnitUpdate(unit, due[unit], merged(p), runtime.gradients.buffer(unit).flat) for unit, p in ordered]
+        return [UnitUpdate(unit, due[unit], merged(p), runtime.gradients.source(unit)) for unit, p in ordered]
 
     def state_dict(self) -> dict[str, Any]:
         """In torch's format: per parameter ``step`` and the algorithm's slots, as host copies.
@@ -292,11 +290,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _owner(self) -> Runtime:
         assert self._runtime is not None
         return self._runtime
-
-
-def sum_squares(gradient: torch.Tensor) -> float:
-    """Sum of squares in double; not finite if an element is not."""
-    return native.sum_squares(gradient) if gradient.device.type == "cpu" else torch_kernels.sum_squares(gradient)
 
 
 def runtime_of(parameter: Any) -> Runtime:

@@ -22,7 +22,7 @@ from torch import nn
 from offload.errors import OffloadError
 from offload.sharding.unit import Unit
 from offload.training.functions import ALIASES, COPIES, DATA, METADATA, POINTERS, SET_DATA
-from offload.training.trees import replaced, tensors
+from offload.training.trees import one_by_one, replaced, tensors
 
 _Disabled = torch._C.DisableTorchFunctionSubclass
 _Args = tuple[Any, ...]
@@ -176,7 +176,7 @@ def _dispatch(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> 
     if func is torch.autograd.backward and "inputs" in kwargs:
         return func(*args, **{**kwargs, "inputs": _edges(kwargs["inputs"])})
     if getattr(func, "__name__", "").startswith("_foreach_") and len(args[0]) > 1:
-        return _one_by_one(func, args, kwargs)
+        return one_by_one(func, args, kwargs)
     return _touch(func, args, kwargs)
 
 
@@ -196,21 +196,6 @@ def _edges(inputs: Any) -> Any:
         with _Disabled():
             return torch.autograd.graph.get_gradient_edge(inputs)
     return inputs
-
-
-def _one_by_one(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any:
-    """A function on lists of tensors (EMA, norms of all weights), whose units need not fit the budget together."""
-    count = len(args[0])
-
-    def pick(value: Any, i: int) -> Any:
-        return [value[i]] if isinstance(value, list | tuple) and len(value) == count else value
-
-    results: list[Any] = []
-    for i in range(count):
-        one = [pick(a, i) for a in args]
-        result = func(*one, **{k: pick(v, i) for k, v in kwargs.items()})
-        results.extend(result if result is not None else [])
-    return results or None
 
 
 def _touch(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any:

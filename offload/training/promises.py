@@ -51,6 +51,7 @@ class Promises:
         for update in updates:
             unit = update.unit
             p.gradients.buffer(unit).promise((unit.members.index(m) for m in update.members), self)
+        p.gradients.put_back()
         self._pending = self._made(updates)
         self._pending.start(p.update_thread)
         if not self._hidden(updates) or any(u.pins for u in p.units):
@@ -87,9 +88,8 @@ class Promises:
 
     def _made(self, updates: list[UnitUpdate]) -> PendingUpdate:
         p = self._parts
-        return PendingUpdate(
-            updates, p.device, p.residency, p.state.staging, p.delivery, p.lanes, lambda: _count(updates)
-        )
+        begin, land = (lambda: _count(updates)), p.gradients.flush
+        return PendingUpdate(updates, p.device, p.residency, p.state.staging, p.delivery, p.lanes, begin, land)
 
     def settle(self) -> None:
         """Wait for the update that was promised; one that failed is finished, or raises again while the fault lasts."""

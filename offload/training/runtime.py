@@ -35,6 +35,7 @@ from offload.training.parameter import OffloadedParameter, ResidentParameter, re
 from offload.training.parts import Parts
 from offload.training.promises import Promises
 from offload.training.saved import packing
+from offload.training.spilled import SpilledGradient
 from offload.training.state import follow_weights, member_span, set_master
 from offload.training.update import UnitUpdate
 from offload.training.waiting import waiting
@@ -280,7 +281,11 @@ class Runtime:
                     f"backward(create_graph=True) on an offloaded parameter ({unit.members[index].name!r}): p.grad "
                     "is a host buffer without a graph. Use torch.autograd.grad(..., create_graph=True) instead"
                 )
-            self.gradients.arrived(unit, index, gradient)
+            try:
+                self.gradients.arrived(unit, index, gradient)
+            except Exception:
+                SET_RAW_GRAD(parameter, None)  # it did not get to disk whole, which is known there
+                raise
             SET_RAW_GRAD(parameter, None)
         self.early.arrived(unit)
 
@@ -290,7 +295,9 @@ class Runtime:
         unit, index = self.place_of(parameter)
         self.early.look_at_gradient(unit)
         gradient = self.gradients.get(unit, index)
-        return waiting(gradient, self, unit) if gradient is not None and self.promises.under_way(unit) else gradient
+        if gradient is None or isinstance(gradient, SpilledGradient):  # which waits by itself
+            return gradient
+        return waiting(gradient, self, unit) if self.promises.under_way(unit) else gradient
 
     def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
         """Owner: replace it, or (None) leave the parameter out of the next update."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,3 +30,18 @@ def replaced(tree: Any, by_id: Mapping[int, torch.Tensor]) -> Any:
         values = [replaced(value, by_id) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     return tree
+
+
+def one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A function on lists of tensors (EMA, norms of all weights), which need not fit the budget together."""
+    count = len(args[0])
+
+    def pick(value: Any, i: int) -> Any:
+        return [value[i]] if isinstance(value, list | tuple) and len(value) == count else value
+
+    results: list[Any] = []
+    for i in range(count):
+        one = [pick(a, i) for a in args]
+        result = func(*one, **{k: pick(v, i) for k, v in kwargs.items()})
+        results.extend(result if result is not None else [])
+    return results or None

@@ -33,21 +33,37 @@ from offload.storage.staging import StagingPool
 from offload.storage.ticket import Ticket
 from offload.storage.worker import Worker
 from offload.training.delivery import Delivery
+from offload.training.pieces import PieceReader
 from offload.training.residency import LOOK_S, PATIENCE_S, Residency
 from offload.training.rules import UpdateRule
+from offload.training.spill import SpilledBuffer
 from offload.training.state import state_bytes
 from offload.training.writeback import WriteBehind, wait_quietly
 
 
 @dataclass
 class UnitUpdate:
-    """What to do to one unit: ``pieces`` of its flat buffer, each with the rule of its parameters, and the gradient."""
+    """What to do to one unit: ``pieces`` of its flat buffer, each with the rule of its parameters, and the gradient,
+    flat or on disk."""
 
     unit: Unit
     members: list[Member]
     pieces: list[tuple[Span, UpdateRule]]
-    gradient: torch.Tensor
+    gradient: torch.Tensor | SpilledBuffer
     read: Callable[[], None] = lambda: None  # called on the update thread once the gradient has been read
+
+    def parts(self, span: Span) -> list[tuple[Span, UpdateRule]]:
+        """``pieces`` within ``span``, cut where a gradient on disk is."""
+        found = [(part, rule) for piece, rule in self.pieces if (part := span.overlap(piece))]
+        if isinstance(self.gradient, torch.Tensor):
+            return found
+        return [(part, rule) for span, rule in found for part in self.gradient.cut(span)]
+
+    def reader(self) -> PieceReader | None:
+        """What reads a gradient that is on disk."""
+        if isinstance(self.gradient, torch.Tensor):
+            return None
+        return self.gradient.reader(self.unit.members.index(member) for member in self.members)
 
     def whole(self) -> bool:
         """Will every byte of the unit's weights be written?"""
@@ -80,6 +96,18 @@ class _Work:
     items: deque[_Item]
     weights: torch.Tensor | None = None
     settled: bool = False  # no fetch of the unit is under way
+    reader: PieceReader | None = None
+
+    def __post_init__(self) -> None:
+        self.reader = self.update.reader()
+
+    def gradient(self, part: Span) -> torch.Tensor:
+        """Of ``part``, one of the update's; where it is on disk, until the next call."""
+        whole = self.update.gradient
+        if isinstance(whole, torch.Tensor):
+            return whole[part.start : part.end]
+        assert self.reader is not None
+        return self.reader.at(part)
 
 
 class Stopped(Exception):
@@ -97,6 +125,7 @@ class PendingUpdate:
     delivery: Delivery
     lanes: Lanes
     begin: Callable[[], None]  # called once, on the update thread: from then on the step counts as taken
+    land: Callable[[], None] = lambda: None  # has all gradients where a reader finds them
     failed: bool = False  # somebody was told of an error, and it has not been finished since
     in_backward: bool = False  # more will be added, and compute needs none of the units again before the next forward
     _works: list[_Work] = field(default_factory=list)
@@ -219,6 +248,8 @@ class PendingUpdate:
                     self._read_ahead(work)
                     self._apply(work, work.items[0])
                     work.items.popleft()
+                if work.reader is not None:
+                    work.reader.close()
                 assert work.weights is not None
                 self.delivery.end(work.update.unit, work.weights, self._writes)
                 with self.residency.changed:
@@ -261,6 +292,8 @@ class PendingUpdate:
     def _begin(self, work: _Work) -> bool:
         """Have a place for the new weights; False after a while in which there may have come room."""
         update = work.update
+        if work.reader is not None:
+            self.land()
         fresh_may_go = self.in_backward or self._is_awaited()
         work.weights = self.delivery.begin(update.unit, update.whole(), self._writes, fresh_may_go)
         if work.weights is None:
@@ -295,6 +328,9 @@ class PendingUpdate:
                     raise
 
     def _stop_reading(self) -> None:
+        for work in self._works:
+            if work.reader is not None:
+                work.reader.close()
         for buffer, ticket in self._reads.values():
             wait_quietly(ticket)
             assert self.staging is not None
@@ -329,12 +365,12 @@ class PendingUpdate:
         assert work.weights is not None
         weights = update.unit.weights(work.weights)
         master, exp_avg, exp_avg_sq = block.parts(buffer)
-        parts = [(p, rule) for span, rule in update.pieces if (p := block.span.overlap(span))]
+        parts = update.parts(block.span)
         start = time.monotonic_ns()
         with self.device.range(f"update {update.unit.name}"):
             for part, rule in parts[item.applied :]:
                 at = slice(part.start - block.span.start, part.end - block.span.start)
-                gradient, out = update.gradient[part.start : part.end], weights[part.start : part.end]
+                gradient, out = work.gradient(part), weights[part.start : part.end]
                 rule.apply(master[at], gradient, exp_avg[at], exp_avg_sq[at], out, part.start)
                 item.applied += 1
         moved = 2 * (state_bytes(block.dtype) + update.unit.dtype.itemsize)

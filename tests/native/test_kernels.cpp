@@ -144,18 +144,18 @@ void sum_squares_gives_the_same_bits() {
       plain += static_cast<double>(value) * static_cast<double>(value);
     }
     double expected = 0;
-    CHECK_EQUAL(offload_sum_squares(x.data(), OFFLOAD_F32, n, 0, 1, &expected), 0);
+    CHECK_EQUAL(offload_sum_squares(x.data(), OFFLOAD_F32, n, 0.0, 0, 1, &expected), 0);
     CHECK(std::fabs(expected - plain) <= 1e-12 * plain);
     for (std::int32_t isa = 0; isa < offload_isa_count(); ++isa) {
       for (const std::int32_t threads : {1, 2, 3}) {
         double found = 0;
-        CHECK_EQUAL(offload_sum_squares(x.data(), OFFLOAD_F32, n, isa, threads, &found), 0);
+        CHECK_EQUAL(offload_sum_squares(x.data(), OFFLOAD_F32, n, 0.0, isa, threads, &found), 0);
         CHECK(std::memcmp(&found, &expected, sizeof found) == 0);
       }
     }
     x[n - 1] = std::numeric_limits<float>::quiet_NaN();
     double found = 0;
-    CHECK_EQUAL(offload_sum_squares(x.data(), OFFLOAD_F32, n, 0, 2, &found), 0);
+    CHECK_EQUAL(offload_sum_squares(x.data(), OFFLOAD_F32, n, 0.0, 0, 2, &found), 0);
     CHECK(!std::isfinite(found));
   }
 }
@@ -206,9 +206,9 @@ void wrong_arguments_are_refused() {
   args.exp_avg = nullptr;
   CHECK_EQUAL(offload_adam(&args, 0, 1), -EINVAL);
   double sum = 0;
-  CHECK_EQUAL(offload_sum_squares(nullptr, OFFLOAD_F32, 4, 0, 1, &sum), -EINVAL);
-  CHECK_EQUAL(offload_sum_squares(nullptr, OFFLOAD_F32, 0, 0, 1, &sum), 0);
-  CHECK_EQUAL(offload_sum_squares(update.param.data(), OFFLOAD_NONE, 4, 0, 1, &sum), -EINVAL);
+  CHECK_EQUAL(offload_sum_squares(nullptr, OFFLOAD_F32, 4, 0.0, 0, 1, &sum), -EINVAL);
+  CHECK_EQUAL(offload_sum_squares(nullptr, OFFLOAD_F32, 0, 0.0, 0, 1, &sum), 0);
+  CHECK_EQUAL(offload_sum_squares(update.param.data(), OFFLOAD_NONE, 4, 0.0, 0, 1, &sum), -EINVAL);
   CHECK(offload_isa_name(-1) == nullptr && offload_isa_name(99) == nullptr && offload_isa_name(0) != nullptr);
   CHECK(std::string(offload_error_text(-EINVAL)).find("nvalid") != std::string::npos);
   CHECK_EQUAL(offload_abi(), OFFLOAD_ABI);

@@ -318,6 +318,18 @@ def test_sum_squares_is_exact_enough_and_the_same_everywhere(dtype: torch.dtype)
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_of_squares_goes_on_where_another_ended(isa: str, dtype: torch.dtype) -> None:
+    x = torch.randn(50_001, generator=torch.Generator().manual_seed(3)).to(dtype)
+    for size in (4096, 3 * 4096):
+        total = 0.0
+        for part in x.split(size):
+            total = native.sum_squares(part, total, isa=isa, threads=2)
+        assert total == native.sum_squares(x)
+    assert native.sum_squares(x[:0], 2.5, isa=isa) == 2.5
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_sum_squares_is_the_finite_check(isa: str, dtype: torch.dtype) -> None:
     assert math.isfinite(native.sum_squares(torch.full((9000,), torch.finfo(dtype).max, dtype=dtype), isa=isa))
     for bad in (math.inf, -math.inf, math.nan):

@@ -29,7 +29,9 @@ def demands(draw: st.DrawFn) -> Demand:
         weights = draw(PAGES)
         blocks = tuple(draw(st.lists(PAGES, max_size=3)))
         tile = draw(st.sampled_from([0, 0, 0, PAGE, 2 * PAGE]))
-        units.append(UnitSize(f"u{number}", weights, draw(PAGES) if blocks else 0, blocks, min(tile, weights)))
+        gradient = draw(PAGES) if blocks else 0
+        spilled = gradient + draw(st.sampled_from([0, PAGE])) if blocks else 0
+        units.append(UnitSize(f"u{number}", weights, gradient, blocks, min(tile, weights), spilled))
     groups = st.lists(st.integers(0, len(units) - 1), min_size=1, max_size=3, unique=True).map(tuple)
     return Demand(
         tuple(units),
@@ -37,6 +39,7 @@ def demands(draw: st.DrawFn) -> Demand:
         staging=6 * draw(PAGES),
         delivery=draw(st.sampled_from([0, 2 * PAGE, 5 * PAGE])),
         loading=draw(st.sampled_from([0, PAGE, 9 * PAGE])),
+        spill=draw(st.sampled_from([PAGE, 3 * PAGE, 30 * PAGE])),
     )
 
 
@@ -55,10 +58,13 @@ def used(demand: Demand, placement: Placement) -> dict[str, int]:
         total[weights] += unit.weights
         if unit.blocks and gradient == "gpu":
             total["gpu"] += unit.gradient
+        elif unit.blocks and gradient == "nvme":
+            total["nvme"] += unit.spilled
         elif unit.blocks:
             host_gradients += unit.gradient
         for nbytes, tier in zip(unit.blocks, blocks, strict=True):
             total[tier] += nbytes
+    total["cpu"] += demand.spill if placement.spills else 0
     total["cpu"] += max(host_gradients, demand.loading)  # first values are gone before there are gradients
     return total
 
@@ -87,7 +93,7 @@ def test_never_over_a_budget(demand: Demand, tiers: tuple[str, ...], budgets: di
         demand.units, placement.weights, placement.gradients, placement.blocks, strict=True
     ):
         assert {weights, *blocks} <= {*tiers}
-        assert gradient in ("gpu", "cpu")
+        assert gradient in ("gpu", "cpu", *(["nvme"] if unit.blocks and "nvme" in tiers else []))
         if gradient == "gpu" and unit.blocks:  # gradient and state stay where the weights are, or all go
             assert weights == "gpu"
             assert set(blocks) == {"gpu"}
@@ -96,7 +102,11 @@ def test_never_over_a_budget(demand: Demand, tiers: tuple[str, ...], budgets: di
         assert placement.window >= max(unit.window for unit in moving)
         for group in demand.together:
             assert placement.window >= sum(demand.units[i].window for i in group if demand.units[i] in moving)
-    assert placement.swaps == any("nvme" in (w, *b) for w, b in zip(placement.weights, placement.blocks, strict=True))
+    homes = zip(placement.weights, placement.gradients, placement.blocks, strict=True)
+    assert placement.swaps == any("nvme" in (w, g, *b) for w, g, b in homes)
+    if placement.spills:  # only what would not have fitted
+        needed = sum(u.gradient for u, g in zip(demand.units, placement.gradients, strict=True) if g != "gpu")
+        assert needed + demand.delivery + demand.staging > budgets["cpu"]
 
 
 @settings(max_examples=300)
@@ -131,6 +141,8 @@ def test_tiers_are_filled_in_order() -> None:
     assert placement.window == 0  # all weights stay
     assert placement.weights == ("gpu",) * 4
     assert placement.blocks == (("cpu",), ("cpu",), ("nvme",), ("nvme",))
+    placement = place(demand, LISTS[2], {"gpu": 4 * PAGE, "cpu": 8 * PAGE, "nvme": 1 << 30})
+    assert placement.gradients == ("cpu", "cpu", "nvme", "nvme")  # as far as there is room
     placement = place(demand, LISTS[1], {"gpu": 12 * PAGE, "cpu": 1 << 30})
     assert placement.gradients == ("gpu", "gpu", "cpu", "cpu")
     assert placement.blocks == (("gpu",), ("gpu",), ("cpu",), ("cpu",))

@@ -20,7 +20,6 @@ from offload.lanes import Lanes, warn_once
 from offload.planning.hardware import default_budgets
 from offload.planning.memory import (
     DELIVERY_BUFFERS,
-    STAGING_BUFFERS,
     MemoryPlan,
     plan_memory,
     trainable_blocks,
@@ -46,6 +45,7 @@ from offload.training.moving import copy_values, fill_home, give_back, move_in, 
 from offload.training.optimizer import refuse_foreign
 from offload.training.parameter import OffloadedParameter, ResidentParameter
 from offload.training.parts import Parts
+from offload.training.readahead import ReadAhead
 from offload.training.residency import Residency
 from offload.training.runtime import Runtime, attached, runtime_of_model
 from offload.training.spill import ARRIVING_BUFFERS, READING_BUFFERS, Spill, SpilledBuffer
@@ -308,11 +308,14 @@ class _Builder:
     ) -> Parts:
         config, device = self._config, self._device
         poison = config.poison or device.poisons
-        staging = allocation.pool(STAGING_BUFFERS, plan.largest_block(), poison) if plan.placement.staged else None
+        staging = (
+            allocation.pool(plan.staging_buffers(), plan.largest_block(), poison) if plan.placement.staged else None
+        )
         delivery = None if device.host_visible else allocation.pool(DELIVERY_BUFFERS, plan.largest_weights(), poison)
         buffers = () if staging is None else staging.buffers + (() if spill is None else spill.buffers)
         if buffers and backend is not None and (why := backend.register(buffers)):
             log.debug("staging buffers are not registered with the kernel: %s", why)
+        read_ahead = ReadAhead(staging)
         transfers = Transfers(device, staging)
         units: list[Unit] = []
         depth = PREFETCH if config.prefetch_units is None else config.prefetch_units
@@ -340,7 +343,8 @@ class _Builder:
             residency=residency,
             transfers=transfers,
             gradients=Gradients(device, []),
-            state=StateStore(allocation.one_more_state_block, staging, config.state_dtype),
+            state=StateStore(allocation.one_more_state_block, staging, config.state_dtype, read_ahead.forget),
+            read_ahead=read_ahead,
             delivery_buffers=delivery,
             delivery=Delivery(device, residency, delivery, tiers["cpu"]),
             meter=None if swap is None else swap.meter,

@@ -38,6 +38,14 @@ class MemoryPlan:
     demand: Demand
     placement: Placement
     piece: int  # the largest of a gradient on disk
+    may_grow: bool = False  # the cpu budget was given, and what is left of it may be used
+
+    def staging_buffers(self) -> int:
+        """How many there are: more than are needed, in half of what is left of a cpu budget that was given, but not
+        more than hold all state on disk. Backward fills them, see training.readahead."""
+        blocks = sum(tier == "nvme" for tiers in self.placement.blocks for tier in tiers)
+        room = self.placement.left // 2 // max(self.largest_block(), 1) if self.may_grow else 0
+        return STAGING_BUFFERS + min(room, max(0, blocks - STAGING_BUFFERS))
 
     def swapped(self) -> int:
         """Bytes of swap space that the placement needs."""
@@ -121,7 +129,8 @@ def _plan(
         # And a whole one, or two where autograd adds them up in host memory, see docs/decisions/0004.
         spill=SPILL_BUFFERS * piece + (2 if host_visible else 1) * largest,
     )
-    return MemoryPlan(cut, layouts, demand, place(demand, config.tiers, budgets), piece)
+    may_grow = config.budgets.cpu is not None
+    return MemoryPlan(cut, layouts, demand, place(demand, config.tiers, budgets), piece, may_grow)
 
 
 def trainable_blocks(plan: UnitPlan, layout: FlatLayout) -> tuple[Span, ...]:

@@ -54,6 +54,7 @@ class Placement:
     blocks: tuple[tuple[str, ...], ...]  # tier by unit and block
     window: int  # bytes of the gpu tier in which units come and go
     staged: bool  # transfers to and from nvme need staging buffers
+    left: int = 0  # bytes of the cpu budget that nothing needs
 
     @property
     def spills(self) -> bool:
@@ -114,7 +115,8 @@ class _Placer:
             tuple(w or self._elsewhere(b, "optimizer state", u) for b in u.blocks)
             for w, u in zip(whole, units, strict=True)
         ]
-        return Placement(tuple(homes), tuple(gradients), tuple(blocks), window, "nvme" in self._tiers)
+        staged = "nvme" in self._tiers
+        return Placement(tuple(homes), tuple(gradients), tuple(blocks), window, staged, self._left["cpu"])
 
     def _window(self) -> int:
         """Nothing where all weights stay; else the largest need, twice (to prefetch) where three would fit."""

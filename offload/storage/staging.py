@@ -46,11 +46,11 @@ class StagingPool:
             finally:
                 self._waiting -= 1
 
-    def take_if_free(self) -> torch.Tensor | None:
-        """A free buffer, or None at once; those who wait for one come first."""
+    def take_if_free(self, reserve: int = 0) -> torch.Tensor | None:
+        """A free buffer, or None at once; those who wait for one, and ``reserve`` others, come first."""
         with self._changed:
             self._take_back()
-            return self._free.pop() if len(self._free) > self._waiting else None
+            return self._free.pop() if len(self._free) > self._waiting + reserve else None
 
     def release(self, buffer: torch.Tensor) -> None:
         """Give a buffer back. One in which a transfer hangs is free when that has ended."""

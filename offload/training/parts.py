@@ -14,6 +14,7 @@ from offload.storage.wear import WriteMeter
 from offload.storage.worker import Worker
 from offload.training.delivery import Delivery
 from offload.training.gradients import Gradients
+from offload.training.readahead import ReadAhead
 from offload.training.residency import Residency
 from offload.training.state import StateStore
 from offload.training.steps import StepMeter
@@ -32,6 +33,7 @@ class Parts:
     transfers: Transfers
     gradients: Gradients
     state: StateStore
+    read_ahead: ReadAhead
     delivery_buffers: StagingPool | None
     delivery: Delivery
     meter: WriteMeter | None  # of what is written to disk; None where nothing is

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from offload.errors import OffloadError
-from offload.sharding.unit import Unit
+from offload.sharding.unit import StateBlock, Unit
 from offload.training.parts import Parts
 from offload.training.update import PendingUpdate, UnitUpdate, bytes_to_disk
 
@@ -36,6 +36,17 @@ class Promises:
         if self._parts.meter is not None:
             self._parts.meter.require(bytes_to_disk(updates))
 
+    def expect(self) -> None:
+        """A gradient has come, and ``step()`` will follow. See Note [State is read while backward computes]."""
+        p = self._parts
+        if p.read_ahead.want():
+            units = [u for u in p.residency.used() if any(m.parameter.requires_grad for m in u.members)]
+            p.update_thread.submit(self._read_for, [block for unit in units for block in unit.blocks])
+
+    def _read_for(self, blocks: list[StateBlock]) -> None:
+        if self._pending is None or self._pending.over:  # else what is on disk may be older than what is not yet there
+            self._parts.read_ahead.fill(blocks)
+
     def promise(self, updates: list[UnitUpdate]) -> None:
         """Begin an update, in the order in which the next forward will need it. If it fails, it stays promised,
         together with the gradients it needs; see Note [A step is whole].
@@ -45,6 +56,7 @@ class Promises:
         """
 
         p = self._parts
+        p.read_ahead.over()
         order = _places(p.residency.stepped())
         updates.sort(key=lambda u: order.get(u.unit.index, len(order)))
         _count_as_written(updates)
@@ -88,8 +100,8 @@ class Promises:
 
     def _made(self, updates: list[UnitUpdate]) -> PendingUpdate:
         p = self._parts
-        begin, land = (lambda: _count(updates)), p.gradients.flush
-        return PendingUpdate(updates, p.device, p.residency, p.state.staging, p.delivery, p.lanes, begin, land)
+        parts = p.device, p.residency, p.state.staging, p.delivery, p.lanes
+        return PendingUpdate(updates, *parts, lambda: _count(updates), p.read_ahead, p.gradients.flush)
 
     def settle(self) -> None:
         """Wait for the update that was promised; one that failed is finished, or raises again while the fault lasts."""

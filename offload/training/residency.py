@@ -124,6 +124,10 @@ class Residency:
 
     # By the thread of updates
 
+    def used(self) -> list[Unit]:
+        """The units that were used since the last update, in the order of their first use."""
+        return [self._units[index] for index in list(self._first_uses)]
+
     def stepped(self) -> list[int]:
         """An update begins: the units in the order in which they have been used first since the last one."""
         order, self._first_uses = list(self._first_uses), {}

@@ -287,7 +287,10 @@ class Runtime:
                 SET_RAW_GRAD(parameter, None)  # it did not get to disk whole, which is known there
                 raise
             SET_RAW_GRAD(parameter, None)
-        self.early.arrived(unit)
+        if self.early.active:
+            self.early.arrived(unit)
+        else:
+            self.promises.expect()
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Owner: the gradient that the next update will use, or None."""

@@ -22,15 +22,16 @@ def state_bytes(dtype: torch.dtype) -> int:
 
 class StateStore:
     """``allocate(unit, nbytes)`` finds a home for one more block; ``staging`` is needed where blocks live on disk;
-    ``dtype`` is that of the moments."""
+    ``dtype`` is that of the moments; ``changing(block)`` is called before a block on disk is changed."""
 
     def __init__(
         self,
         allocate: Callable[[Unit, int], Home],
         staging: StagingPool | None,
         dtype: torch.dtype = torch.float32,
+        changing: Callable[[StateBlock], None] = lambda block: None,
     ) -> None:
-        self._allocate, self.staging, self.dtype = allocate, staging, dtype
+        self._allocate, self.staging, self.dtype, self._changing = allocate, staging, dtype, changing
 
     def visit(self, unit: Unit, span: Span, fn: Visit, write: bool) -> None:
         """Call ``fn`` for each part of ``span`` that has state, and keep its changes if ``write``."""
@@ -47,6 +48,8 @@ class StateStore:
 
     def _visit_swapped(self, home: SwapHome, block: StateBlock, part: Span, start: int, fn: Visit, write: bool) -> None:
         assert self.staging is not None
+        if write:
+            self._changing(block)
         with self.staging.borrow() as buffer:
             home.read(buffer).wait()
             self._call(buffer, block, part, start, fn)

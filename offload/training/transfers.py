@@ -94,9 +94,9 @@ class Transfers:
         try:
             for start in range(0, flat.numel(), pool.nbytes):
                 size = min(pool.nbytes, flat.numel() - start)
-                if len(under_way) == pool.count:
+                while (found := pool.take_if_free()) is None and under_way:
                     self._retire(under_way)
-                buffer = pool.take()
+                buffer = pool.take() if found is None else found
                 try:
                     home.read(buffer[:size], offset + start).wait()
                     under_way.append((self._device.upload(flat[start : start + size], buffer[:size]), buffer))

@@ -30,15 +30,15 @@ from offload.sharding.layout import Span
 from offload.sharding.unit import Member, StateBlock, Unit
 from offload.storage.device import Device
 from offload.storage.staging import StagingPool
-from offload.storage.ticket import Ticket
 from offload.storage.worker import Worker
 from offload.training.delivery import Delivery
 from offload.training.pieces import PieceReader
+from offload.training.readahead import ReadAhead
 from offload.training.residency import LOOK_S, PATIENCE_S, Residency
 from offload.training.rules import UpdateRule
 from offload.training.spill import SpilledBuffer
 from offload.training.state import state_bytes
-from offload.training.writeback import WriteBehind, wait_quietly
+from offload.training.writeback import WriteBehind
 
 
 @dataclass
@@ -125,11 +125,11 @@ class PendingUpdate:
     delivery: Delivery
     lanes: Lanes
     begin: Callable[[], None]  # called once, on the update thread: from then on the step counts as taken
+    reads: ReadAhead
     land: Callable[[], None] = lambda: None  # has all gradients where a reader finds them
     failed: bool = False  # somebody was told of an error, and it has not been finished since
     in_backward: bool = False  # more will be added, and compute needs none of the units again before the next forward
     _works: list[_Work] = field(default_factory=list)
-    _reads: dict[int, tuple[torch.Tensor, Ticket]] = field(default_factory=dict)
     _writes: WriteBehind = field(default_factory=WriteBehind)
     _running: Future[None] | None = None
     _awaited: int = 0
@@ -178,7 +178,7 @@ class PendingUpdate:
             )
 
     def _is_begun(self, work: _Work) -> bool:
-        return work.weights is not None or any(id(item.block) in self._reads for item in work.items)
+        return work.weights is not None or any(self.reads.has(item.block) for item in work.items)
 
     def finish(self, thread: Worker) -> None:
         """Wait until all is done. Raises what went wrong; the next call goes on from there."""
@@ -233,6 +233,7 @@ class PendingUpdate:
 
     def _run(self) -> None:
         try:
+            self.reads.keep([item.block for work in list(self._works) for item in work.items])
             while self._is_more_to_do():
                 if self.residency.stopped:
                     raise Stopped
@@ -314,28 +315,14 @@ class PendingUpdate:
         self._writes.retire_done()  # their buffers are free
         for work in [first, *(w for w in list(self._works) if w is not first)]:
             for item in work.items:
-                key, home = id(item.block), item.block.home
-                if key in self._reads or not isinstance(home, SwapHome):
-                    continue
-                assert self.staging is not None
-                buffer = self.staging.take_if_free()
-                if buffer is None:
+                if not self.reads.start(item.block):
                     return
-                try:
-                    self._reads[key] = (buffer, home.read(buffer))
-                except BaseException:
-                    self.staging.release(buffer)
-                    raise
 
     def _stop_reading(self) -> None:
         for work in self._works:
             if work.reader is not None:
                 work.reader.close()
-        for buffer, ticket in self._reads.values():
-            wait_quietly(ticket)
-            assert self.staging is not None
-            self.staging.release(buffer)
-        self._reads.clear()
+        self.reads.keep([])
 
     def _apply(self, work: _Work, item: _Item) -> None:
         home = item.block.home
@@ -344,19 +331,18 @@ class PendingUpdate:
             self._compute(work, item, home.buffer)
             return
         assert self.staging is not None
-        while id(item.block) not in self._reads:  # no buffer was free
+        while not self.reads.has(item.block):  # no buffer was free
             if self._writes:  # the oldest comes free first
                 self._writes.drain(len(self._writes) - 1)
-            elif self._reads:  # read for units that have to wait for this one
+            elif self.reads:  # read for units that have to wait for this one
                 self._stop_reading()
             else:  # a fetch under way holds them, and gives them back
                 self.staging.release(self.staging.take())
             self._read_ahead(work)
-        buffer, ticket = self._reads[id(item.block)]
-        ticket.wait()
+        buffer = self.reads.wait_for(item.block)
         item.applied = 0  # what an interrupted attempt did to an earlier copy of this block is gone
         self._compute(work, item, buffer)
-        del self._reads[id(item.block)]
+        self.reads.take(item.block)
         staging = self.staging
         self._writes.add(lambda: home.write(buffer), lambda: staging.release(buffer))
 

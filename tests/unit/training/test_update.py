@@ -30,6 +30,7 @@ from offload.storage.ticket import Ticket
 from offload.storage.tiers import Tier
 from offload.storage.worker import Worker
 from offload.training.delivery import Delivery
+from offload.training.readahead import ReadAhead
 from offload.training.residency import Residency
 from offload.training.rules import UpdateRule
 from offload.training.transfers import Transfers
@@ -77,7 +78,8 @@ class Setup:
             self.begun += 1
 
         delivery = Delivery(self.device, self.residency, self.delivery, self.tiers["cpu"])
-        return PendingUpdate(updates, self.device, self.residency, self.staging, delivery, Lanes(), begin)
+        parts = self.device, self.residency, self.staging, delivery, Lanes()
+        return PendingUpdate(updates, *parts, begin, ReadAhead(self.staging))
 
     def check(self, chosen: Sequence[Sequence[int]]) -> None:
         """Each chosen element was updated once, and no other; the weights are the rounded masters everywhere."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from offload.diagnosis import build_info
     from offload.engine import unwrap, wrap
     from offload.errors import BudgetError, CheckpointError, ConfigError, OffloadError, RankMismatchError, SwapError
+    from offload.integrations.plan import plan
     from offload.training.algorithms import SGD, Adam, AdamW, Lion
     from offload.training.clipping import clip_grad_norm_
     from offload.training.inspect import gather, state_dict, stats
@@ -37,6 +38,7 @@ __all__ = [
     "gather",
     "load_checkpoint",
     "native",
+    "plan",
     "save_checkpoint",
     "save_pretrained",
     "state_dict",
@@ -57,6 +59,7 @@ _HOMES = {
     "diagnosis": "build_info",
     "engine": "unwrap wrap",
     "errors": "BudgetError CheckpointError ConfigError OffloadError RankMismatchError SwapError",
+    "integrations.plan": "plan",
     "training.algorithms": "SGD Adam AdamW Lion",
     "training.clipping": "clip_grad_norm_",
     "training.inspect": "gather state_dict stats",

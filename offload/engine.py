@@ -17,7 +17,7 @@ from offload.config import WrapConfig
 from offload.errors import ConfigError, OffloadError, SwapError
 from offload.integrations.checkpoint_keys import key_rules
 from offload.lanes import Lanes, warn_once
-from offload.planning.hardware import default_budgets
+from offload.planning.hardware import budgets_for
 from offload.planning.memory import (
     DELIVERY_BUFFERS,
     MemoryPlan,
@@ -210,7 +210,7 @@ class _Builder:
         self._numbers = dict(zip(model.parameters(), first, strict=False))  # see Note [Numbers of elements]
 
     def build(self) -> Runtime:
-        budgets = self._budgets()
+        budgets = budgets_for(self._config, total_compute_memory(self._device))
         plan = plan_memory(self._model, self._config, budgets, self._device.host_visible, self._values.nbytes)
         if self._config.threads is not None:
             native.set_threads(self._config.threads)
@@ -251,18 +251,6 @@ class _Builder:
         self._move_buffers()
         self._report(parts, kernels, backend, swap)
         return runtime
-
-    def _budgets(self) -> dict[str, int]:
-        """By tier, ``cpu`` always among them: gradients and staging buffers are there in any case."""
-        config = self._config
-        given = {t: b for t, b in config.budgets.as_dict().items() if b is not None}
-        compute = total_compute_memory(self._device)
-        free = default_budgets(config.tiers, config.swap_dirs, compute)
-        host = default_budgets(("gpu", "cpu"), (), compute)
-        if compute is None and "gpu" in given:  # both are host memory: what one is given, the other has not
-            host["cpu"] = max(0, host["gpu"] + host["cpu"] - given["gpu"])
-        budgets = {**free, "cpu": host["cpu"], **given}
-        return {tier: budgets[tier] for tier in ("gpu", "cpu", "nvme") if tier in budgets}
 
     def _open_swap(self, plan: MemoryPlan) -> tuple[IoBackend | None, SwapSpace | None]:
         """Reserve what the plan needs; a bad directory is an error at the start even where nothing needs it yet."""

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, fail
+from offload.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, fail, sized
 from offload.errors import ConfigError, OffloadError
-from offload.sizes import format_size, parse_size
+from offload.sizes import format_size
 
 if TYPE_CHECKING:
     from offload.integrations.finetune_config import FinetuneConfig
@@ -54,7 +54,7 @@ def add(commands: Any) -> None:
         "--tiers", metavar="T,T", help="where training state may live, fastest first: gpu[,cpu][,nvme] (gpu,cpu)"
     )
     for tier in ("gpu", "cpu", "nvme"):
-        place.add_argument(f"--{tier}-mem", type=_size, metavar="SIZE", help=f"budget of {tier}, as in 20GiB or 512MB")
+        place.add_argument(f"--{tier}-mem", type=sized, metavar="SIZE", help=f"budget of {tier}, as in 20GiB or 512MB")
     place.add_argument("--swap", nargs="+", type=Path, metavar="DIR", help="directories for swap files (tier nvme)")
     place.add_argument("--dtype", choices=("bf16", "fp32", "fp16"), help="compute dtype (bf16 on a GPU, else model's)")
     place.add_argument(
@@ -90,13 +90,6 @@ def add(commands: Any) -> None:
     loop.add_argument("--seed", type=int, help="seed of the order of text and of dropout (0)")
     loop.add_argument("--gradient-checkpointing", action="store_true", help="compute activations again in backward")
     loop.add_argument("--quiet", action="store_true", help="print nothing but errors")
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _finetune(arguments: argparse.Namespace) -> int:

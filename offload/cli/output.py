@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.errors import ConfigError
+from offload.sizes import parse_size
 
 if TYPE_CHECKING:
     from offload.planning.checkup import Check
@@ -22,6 +24,7 @@ __all__ = [
     "EXIT_INTERRUPTED",
     "fail",
     "show",
+    "sized",
     "table",
     "version",
     "write_file",
@@ -40,6 +43,14 @@ def fail(error: Exception, code: int) -> int:
     """Print `error` in one line, and return `code`."""
     print(f"offload: error: {' '.join(str(error).split())}", file=sys.stderr)
     return code
+
+
+def sized(text: str) -> int:
+    """An argument: a size such as 20GiB."""
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def version() -> str:

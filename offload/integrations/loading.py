@@ -21,10 +21,12 @@ __all__ = [
     "LoadedModel",
     "ModelSource",
     "checkpoint_activations",
+    "config_of",
     "find_model",
     "load_model",
     "load_tokenizer",
     "max_positions",
+    "transformers_of",
 ]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -82,7 +84,7 @@ def find_model(spec: str) -> ModelSource:
 
 def load_tokenizer(source: ModelSource) -> Any:
     """The tokenizer that belongs to the model."""
-    transformers = _transformers()
+    transformers = transformers_of()
     with _plain_errors(source, "tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(source.location, **source.arguments())
 
@@ -108,7 +110,7 @@ def load_model(source: ModelSource) -> LoadedModel:
     Safetensors are checked and left where they are. What only transformers can read is loaded whole: a GGUF file, whose
     blocks are unpacked, and PyTorch's own format. The model then is a plain one: it trains, and saves as safetensors.
     """
-    transformers = _transformers()
+    transformers = transformers_of()
     # The bars that come up while a GGUF file is unpacked go to standard error, whatever transformers is told.
     with _plain_errors(source, "model"), contextlib.redirect_stderr(io.StringIO()):
         if source.gguf_file is not None:
@@ -208,13 +210,21 @@ def _forget_quantisation(model: Any) -> None:
         quantizer.remove_quantization_config(model)
 
 
-def _transformers() -> Any:
+def config_of(source: ModelSource) -> Any:
+    """The configuration of the model, without anything else of it."""
+    transformers = transformers_of()
+    with _plain_errors(source, "configuration"):
+        return transformers.AutoConfig.from_pretrained(source.location, **source.arguments())
+
+
+def transformers_of() -> Any:
+    """The package, quiet; ConfigError where it is missing."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         _raise_interrupt(error)
         raise ConfigError(
-            f"fine-tuning a language model needs transformers ({error}); install it with: pip install 'offload[hf]'"
+            f"a language model needs transformers ({error}); install it with: pip install 'offload[hf]'"
         ) from error
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from offload.errors import ConfigError
 from offload.storage.disk import existing_ancestor, file_size_limit, free_disk
 
-__all__ = ["available_memory", "cgroup_memory", "default_budgets", "free_disk"]
+if TYPE_CHECKING:
+    from offload.config import WrapConfig
+
+__all__ = ["available_memory", "budgets_for", "budgets_of_machine", "cgroup_memory", "default_budgets", "free_disk"]
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -124,6 +128,33 @@ def default_budgets(
             budgets[tier] = _room(swap_dirs)
         else:
             raise ConfigError(f"expected tiers among 'gpu', 'cpu', 'nvme', found {tier!r}")
+    return budgets
+
+
+def budgets_for(config: WrapConfig, compute_total: int | None) -> dict[str, int]:
+    """Bytes by tier: what was given, and for the rest what is free. ``cpu`` is always among them, since gradients and
+    staging buffers are there in any case. ``compute_total`` as for :func:`default_budgets`."""
+    given = {t: b for t, b in config.budgets.as_dict().items() if b is not None}
+    free = default_budgets(config.tiers, config.swap_dirs, compute_total)
+    host = default_budgets(("gpu", "cpu"), (), compute_total)
+    if compute_total is None and "gpu" in given:  # both are host memory: what one is given, the other has not
+        host["cpu"] = max(0, host["gpu"] + host["cpu"] - given["gpu"])
+    budgets = {**free, "cpu": host["cpu"], **given}
+    return {tier: budgets[tier] for tier in ("gpu", "cpu", "nvme") if tier in budgets}
+
+
+def budgets_of_machine(tiers: Sequence[str], capacity: Mapping[str, int], accelerated: bool) -> dict[str, int]:
+    """As :func:`default_budgets`, for a machine of which only the ``capacity`` (bytes by tier) is known."""
+    share = _less(capacity.get("cpu", 0), 0.20, _GIB)
+    budgets: dict[str, int] = {}
+    if "gpu" in tiers and accelerated and "gpu" in capacity:
+        budgets["gpu"] = _less(capacity["gpu"], 0.10, 512 * _MIB)
+    elif "gpu" in tiers and not accelerated and "cpu" in capacity:
+        budgets["gpu"] = min(share, capacity["cpu"] // 2) if len(tiers) > 1 else share
+    if "cpu" in capacity:
+        budgets["cpu"] = share if accelerated else share - budgets.get("gpu", 0)
+    if "nvme" in tiers and "nvme" in capacity:
+        budgets["nvme"] = _less(capacity["nvme"], 0.05, _GIB)
     return budgets
 
 

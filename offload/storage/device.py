@@ -356,6 +356,11 @@ def plain_device(name: str | None, lanes: Lanes, poison: bool) -> Device:
     raise ConfigError(f"device: expected 'cpu', 'simulated' or an available 'cuda[:n]', found {name!r}")
 
 
+def accelerator_memory() -> int | None:
+    """Free bytes on the accelerator that `wrap` would take, or None where there is none."""
+    return int(torch.cuda.mem_get_info()[0]) if default_device_name() == "cuda" else None
+
+
 def total_compute_memory(device: Device) -> int | None:
     """Free bytes on the accelerator, or None where compute memory is host memory."""
     if device.torch_device.type != "cuda":

@@ -1,0 +1,85 @@
+"""`offload plan`: does a model fit, what goes where, how long does a step take. Nothing is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.cli.output import EXIT_FAILED, sized, write_file
+from offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from offload.planning.plan import Plan
+
+__all__ = ["add"]
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser of the program."""
+    parser = commands.add_parser(
+        "plan",
+        help="does a model fit, what goes where, how long does a step take",
+        description="Say what offload.wrap would do with a model on a machine: whether it fits, the bytes on each "
+        "tier, and (with figures of the hardware) the time of a step and what binds it. Nothing is loaded: only the "
+        "shapes of the model are read.",
+        epilog="example: offload plan --model DIR --gpu-mem 24GiB --cpu-mem 64GiB --nvme-mem 2TiB --hardware rtx4090 "
+        "--compare\n\nExit code 0 if it fits, 1 if it does not, 2 for bad input.",
+    )
+    parser.set_defaults(run=_run)
+    parser.add_argument(
+        "--model", required=True, metavar="DIR|FILE|ID", help="directory with config.json, safetensors, or hub id"
+    )
+    place = parser.add_argument_group("placement")
+    place.add_argument("--tiers", metavar="T,T", help="gpu[,cpu][,nvme] (gpu, cpu and those with a budget)")
+    for tier in ("gpu", "cpu", "nvme"):
+        place.add_argument(f"--{tier}-mem", type=sized, metavar="SIZE", help=f"budget of {tier}, as in 24GiB")
+    place.add_argument("--swap", nargs="+", type=Path, metavar="DIR", help="directories for swap files")
+    place.add_argument("--dtype", choices=("bf16", "fp32", "fp16"), help="compute dtype (bf16 on a GPU, else model's)")
+    place.add_argument("--state-dtype", choices=("fp32", "bf16"), help="dtype of the optimizer's moments (fp32)")
+    place.add_argument("--device", metavar="NAME", help="cuda or cpu (what the hardware has)")
+    place.add_argument("--ranks", type=int, default=1, metavar="N", help="processes that share the model (1)")
+    place.add_argument("--zero-stage", type=int, choices=(1, 2, 3), help="what they share (3)")
+    place.add_argument("--config", type=Path, metavar="FILE.toml", help="settings of offload.wrap; flags win")
+    loop = parser.add_argument_group("training")
+    loop.add_argument("--batch-size", type=int, default=1, metavar="B", help="samples in a forward pass (1)")
+    loop.add_argument("--seq-len", type=int, metavar="L", help="tokens of a sample (512)")
+    loop.add_argument("--grad-accum", type=int, default=1, metavar="A", help="forward passes in a step (1)")
+    loop.add_argument("--recompute", action="store_true", help="compute activations again in backward")
+    out = parser.add_argument_group("hardware and result")
+    out.add_argument(
+        "--hardware", metavar="NAME|FILE.toml", help="figures of a machine (what `offload probe` wrote; else no times)"
+    )
+    out.add_argument("--compare", action="store_true", help="alternatives, the fastest first")
+    out.add_argument("--emit", type=Path, metavar="FILE.toml", help="write the settings for offload.wrap(config=FILE)")
+    out.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    import offload
+
+    settings = _settings(arguments)
+    plan = offload.plan(arguments.model, **settings)
+    if arguments.emit is not None:
+        _write(arguments.emit, plan)
+    if arguments.json:
+        print(json.dumps(plan.as_dict(), indent=1))
+    else:
+        print(plan)
+    return 0 if plan.fits else EXIT_FAILED
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    names = ("tiers", "dtype", "state_dtype", "device", "ranks", "zero_stage", "config", "batch_size", "seq_len")
+    settings = {name: getattr(arguments, name) for name in (*names, "grad_accum", "recompute", "hardware")}
+    budgets = {tier: size for tier in ("gpu", "cpu", "nvme") if (size := getattr(arguments, f"{tier}_mem")) is not None}
+    return {**settings, "budgets": budgets or None, "swap_dirs": arguments.swap}
+
+
+def _write(path: Path, plan: Plan) -> None:
+    from offload.planning.plan import HEADER
+
+    if path.exists() and not path.is_dir() and not path.read_text(errors="replace").startswith(HEADER):
+        raise ConfigError(f"{path} was not written by `offload plan`; name another --emit")
+    write_file(path, plan.to_toml())

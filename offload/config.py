@@ -23,15 +23,25 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["BACKENDS", "DTYPES", "TIERS", "Budgets", "WrapConfig", "WriteBudget", "state_dtype"]
+__all__ = [
+    "BACKENDS",
+    "DTYPES",
+    "STRONGER_THAN_A_FILE",
+    "TIERS",
+    "Budgets",
+    "WrapConfig",
+    "WriteBudget",
+    "read_toml",
+    "state_dtype",
+]
 
-# A variable that is set wins over a key of a file, and an argument over both.
-_STRONGER_THAN_A_FILE = {
+STRONGER_THAN_A_FILE: Mapping[str, str] = {
     "backend": "OFFLOAD_IO",
     "device": "OFFLOAD_DEVICE",
     "poison": "OFFLOAD_POISON",
     "threads": "OFFLOAD_THREADS",
 }
+"""Variables of the environment by setting: one that is set wins over a key of a file, and an argument over both."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -221,8 +231,9 @@ class WrapConfig:
     def make(cls, config: str | os.PathLike[str] | WrapConfig | None = None, **explicit: Any) -> WrapConfig:
         """Settings from keyword arguments over the environment over `config` (a TOML file) over the defaults.
 
-        An argument that is None counts as not given. Settings given as `config` are as strong as arguments were when
-        they were made. Other `swap_dirs` than those of `config` come without its `swap_weights`.
+        An argument that is None counts as not given; `budgets` win tier by tier. Settings given as `config` are as
+        strong as arguments were when they were made. Other `swap_dirs` than those of `config` come without its
+        `swap_weights`.
 
         Raises:
             ConfigError: an unknown name, a value that makes no sense, an unreadable file, or no tiers at all.
@@ -232,8 +243,14 @@ class WrapConfig:
         if "swap_dirs" in given:
             given.setdefault("swap_weights", ())  # the others were measured elsewhere
         if isinstance(config, WrapConfig):
+            if "budgets" in given:
+                given["budgets"] = _merged(config.budgets, given["budgets"])
             return replace(config, **given)
-        merged = {**(_read_toml(config) if config is not None else {}), **given}
+        in_file = {} if config is None else read_toml(config)
+        if "budgets" in given and "budgets" in in_file:
+            given["budgets"] = _merged(in_file["budgets"], given["budgets"])
+        in_file = {n: v for n, v in in_file.items() if not os.environ.get(STRONGER_THAN_A_FILE.get(n, ""))}
+        merged = {**in_file, **given}
         if "tiers" not in merged:
             raise ConfigError("no tiers given; pass tiers=['gpu', 'cpu'] or tiers=['gpu', 'cpu', 'nvme']")
         return cls(**merged)
@@ -244,7 +261,14 @@ class WrapConfig:
         return cls.make(path)
 
 
-def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+def _merged(under: Any, over: Any) -> Budgets:
+    """Budgets, tier by tier those of ``over`` where it names one."""
+    named = {tier: nbytes for tier, nbytes in Budgets.make(over).as_dict().items() if nbytes is not None}
+    return replace(Budgets.make(under), **named)
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The keys of a configuration file, all of them known ones. Raises ConfigError."""
     try:
         with open(path, "rb") as file:
             values: dict[str, Any] = tomllib.load(file)
@@ -253,7 +277,7 @@ def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{os.fspath(path)} is not a TOML file: {error}") from error
     _known(values, f"key in {os.fspath(path)}:")
-    return {name: value for name, value in values.items() if not os.environ.get(_STRONGER_THAN_A_FILE.get(name, ""))}
+    return values
 
 
 def _known(values: Iterable[str], what: str) -> None:

@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, fail, sized
-from offload.errors import ConfigError, OffloadError
+from offload.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, fail
+from offload.cli.settings import add_settings, explained, wrap_config
+from offload.errors import OffloadError
 from offload.sizes import format_size
 
 if TYPE_CHECKING:
@@ -50,23 +51,7 @@ def add(commands: Any) -> None:
     text.add_argument("--report", type=Path, metavar="FILE", help="figures of the run (run.json in --out)")
 
     place = finetune.add_argument_group("placement")
-    place.add_argument(
-        "--tiers", metavar="T,T", help="where training state may live, fastest first: gpu[,cpu][,nvme] (gpu,cpu)"
-    )
-    for tier in ("gpu", "cpu", "nvme"):
-        place.add_argument(f"--{tier}-mem", type=sized, metavar="SIZE", help=f"budget of {tier}, as in 20GiB or 512MB")
-    place.add_argument("--swap", nargs="+", type=Path, metavar="DIR", help="directories for swap files (tier nvme)")
-    place.add_argument("--dtype", choices=("bf16", "fp32", "fp16"), help="compute dtype (bf16 on a GPU, else model's)")
-    place.add_argument(
-        "--state-dtype", choices=("fp32", "bf16"), help="dtype of the optimizer's moments: 12 or 8 B/param (fp32)"
-    )
-    place.add_argument("--device", metavar="NAME", help="device that computes, as in cuda:0 or cpu")
-    place.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE.toml",
-        help="settings of offload.wrap, as `offload tune` writes them; flags win",
-    )
+    add_settings(place)
 
     saving = finetune.add_argument_group("checkpoints")
     saving.add_argument("--save-every", type=int, metavar="N", help="steps between checkpoints in --out (none)")
@@ -93,6 +78,9 @@ def add(commands: Any) -> None:
 
 
 def _finetune(arguments: argparse.Namespace) -> int:
+    if arguments.show_config:
+        print(explained(arguments), end="")
+        return 0
     from offload.integrations.finetune import FinetuneRun
 
     try:
@@ -117,38 +105,9 @@ def _finetune_config(arguments: argparse.Namespace) -> FinetuneConfig:
         *("save_every", "keep", "resume", "stop_within"),
     )
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    return FinetuneConfig(
-        data=tuple(arguments.data), eval_data=tuple(arguments.eval_data), wrap=_wrap_arguments(arguments), **given
-    )
-
-
-def _wrap_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `offload.wrap`, checked before a model is loaded: the flags over --config over the defaults."""
-    from offload.config import WrapConfig
-
-    tiers, swap = arguments.tiers, arguments.swap
-    budgets = {tier: size for tier in ("gpu", "cpu", "nvme") if (size := getattr(arguments, f"{tier}_mem")) is not None}
-    if arguments.config is None:
-        tiers = tiers or "gpu,cpu"
-        if "nvme" in tiers and not swap:
-            raise ConfigError("tier nvme needs a place for its files; give --swap DIR on a fast disk")
-        if swap and "nvme" not in tiers:
-            raise ConfigError(f"--swap given, but the tiers are {tiers}; add nvme to --tiers or drop --swap")
-        base = None
-    else:
-        base = WrapConfig.from_toml(arguments.config)
-        if budgets:
-            budgets = {**{t: b for t, b in base.budgets.as_dict().items() if b is not None}, **budgets}
-    config = WrapConfig.make(
-        base,
-        tiers=tiers,
-        budgets=budgets or None,
-        swap_dirs=swap,
-        dtype=arguments.dtype,
-        state_dtype=arguments.state_dtype,
-        device=arguments.device,
-    )
-    return {"tiers": list(config.tiers), "config": config}
+    config = wrap_config(arguments)  # checked before a model is loaded
+    wrap = {"tiers": list(config.tiers), "config": config}
+    return FinetuneConfig(data=tuple(arguments.data), eval_data=tuple(arguments.eval_data), wrap=wrap, **given)
 
 
 def _summarise(config: FinetuneConfig, report: RunReport) -> None:

@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.output import EXIT_FAILED, sized, write_file
+from offload.cli.output import EXIT_FAILED, write_file
+from offload.cli.settings import add_settings, given_settings
 from offload.errors import ConfigError
+from offload.names import TIERS
 
 if TYPE_CHECKING:
     from offload.planning.plan import Plan
@@ -32,16 +34,9 @@ def add(commands: Any) -> None:
         "--model", required=True, metavar="DIR|FILE|ID", help="directory with config.json, safetensors, or hub id"
     )
     place = parser.add_argument_group("placement")
-    place.add_argument("--tiers", metavar="T,T", help="gpu[,cpu][,nvme] (gpu, cpu and those with a budget)")
-    for tier in ("gpu", "cpu", "nvme"):
-        place.add_argument(f"--{tier}-mem", type=sized, metavar="SIZE", help=f"budget of {tier}, as in 24GiB")
-    place.add_argument("--swap", nargs="+", type=Path, metavar="DIR", help="directories for swap files")
-    place.add_argument("--dtype", choices=("bf16", "fp32", "fp16"), help="compute dtype (bf16 on a GPU, else model's)")
-    place.add_argument("--state-dtype", choices=("fp32", "bf16"), help="dtype of the optimizer's moments (fp32)")
-    place.add_argument("--device", metavar="NAME", help="cuda or cpu (what the hardware has)")
+    add_settings(place, "gpu, cpu and those with a budget")
     place.add_argument("--ranks", type=int, default=1, metavar="N", help="processes that share the model (1)")
     place.add_argument("--zero-stage", type=int, choices=(1, 2, 3), help="what they share (3)")
-    place.add_argument("--config", type=Path, metavar="FILE.toml", help="settings of offload.wrap; flags win")
     loop = parser.add_argument_group("training")
     loop.add_argument("--batch-size", type=int, default=1, metavar="B", help="samples in a forward pass (1)")
     loop.add_argument("--seq-len", type=int, metavar="L", help="tokens of a sample (512)")
@@ -57,9 +52,13 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.show_config:
+        print(_explained(arguments), end="")
+        return 0
     import offload
 
-    settings = _settings(arguments)
+    names = ("ranks", "zero_stage", "config", "batch_size", "seq_len", "grad_accum", "recompute", "hardware")
+    settings = {**given_settings(arguments), **{name: getattr(arguments, name) for name in names}}
     plan = offload.plan(arguments.model, **settings)
     if arguments.emit is not None:
         _write(arguments.emit, plan)
@@ -70,11 +69,18 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if plan.fits else EXIT_FAILED
 
 
-def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    names = ("tiers", "dtype", "state_dtype", "device", "ranks", "zero_stage", "config", "batch_size", "seq_len")
-    settings = {name: getattr(arguments, name) for name in (*names, "grad_accum", "recompute", "hardware")}
-    budgets = {tier: size for tier in ("gpu", "cpu", "nvme") if (size := getattr(arguments, f"{tier}_mem")) is not None}
-    return {**settings, "budgets": budgets or None, "swap_dirs": arguments.swap}
+def _explained(arguments: argparse.Namespace) -> str:
+    from offload.planning.plan import NO_DIRECTORY
+    from offload.settings import explain
+
+    given: dict[str, Any] = {**given_settings(arguments), "zero_stage": arguments.zero_stage}
+    defaults: dict[str, Any] = {}
+    if arguments.config is None:
+        named = {"gpu", "cpu", *(given["budgets"] or {}), *(["nvme"] if arguments.swap else [])}
+        defaults["tiers"] = [tier for tier in TIERS if tier in named]
+        if "nvme" in (given["tiers"] or defaults["tiers"]):
+            defaults["swap_dirs"] = [NO_DIRECTORY]
+    return explain(arguments.config, given, defaults)
 
 
 def _write(path: Path, plan: Plan) -> None:

@@ -8,7 +8,6 @@ Files and memory are gone when this returns, however it ends.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections import deque
@@ -19,8 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from offload.errors import ConfigError, SwapError
+from offload.errors import SwapError
 from offload.planning.disks import quiet_log
+from offload.settings import toml_value
 from offload.sizes import format_size
 from offload.storage.io import IoBackend, open_backend
 from offload.storage.memory import HostMemory
@@ -240,17 +240,10 @@ def to_toml(directories: Sequence[Path], advice: Advice) -> str:
         HEADER,
         f'# {time.strftime("%Y-%m-%d")}. For offload.wrap(model, config="swap.toml") and `offload finetune --config`.',
         'tiers = ["gpu", "cpu", "nvme"]',
-        f"swap_dirs = [{', '.join(_quoted(directory) for directory in directories)}]",
+        f"swap_dirs = {toml_value(directories)}",
         f"swap_weights = {list(advice.weights)}  # MB/s, reading and writing at once",
         f'request_size = "{setting.request_size // MIB}MiB"',
         f"queue_depth = {setting.queue_depth}",
         f'backend = "{setting.backend}"',
     ]
     return "\n".join(lines) + "\n"
-
-
-def _quoted(path: Path) -> str:
-    text = str(path)
-    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise ConfigError(f"the name {text!r} is not UTF-8, which a TOML file must be; use another directory")
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -182,9 +182,10 @@ def test_toml_and_arguments_over_it(tmp_path: Path) -> None:
         ("gpu", "cpu"), budgets=Budgets(gpu=2 << 30, cpu=100), dtype=torch.float16, zero_stage=2, pin=False
     )
     over = WrapConfig.make(file, dtype="bf16", zero_stage=None, budgets={"gpu": 7})
-    assert (over.dtype, over.zero_stage, over.budgets) == (torch.bfloat16, 2, Budgets(gpu=7))
+    assert (over.dtype, over.zero_stage, over.budgets) == (torch.bfloat16, 2, Budgets(gpu=7, cpu=100))
     assert WrapConfig.make(config, dtype="bf16").dtype == torch.bfloat16
     assert WrapConfig.make(config, dtype="bf16").zero_stage == 2
+    assert WrapConfig.make(config, budgets={"cpu": 7, "gpu": None}).budgets == Budgets(gpu=2 << 30, cpu=7)
 
 
 def test_swap_settings() -> None:

@@ -11,7 +11,7 @@ import pytest
 import offload
 from tests.loops import ROOT
 
-COMMANDS = ["", "finetune", "tune", "doctor", "report"]
+COMMANDS = ["", "finetune", "plan", "tune", "doctor", "report"]
 
 
 def python(code: str, *arguments: str, path: str = "") -> str:

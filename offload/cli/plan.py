@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.output import EXIT_FAILED, write_file
+from offload.cli.output import EXIT_FAILED, table, write_file
 from offload.cli.settings import add_settings, given_settings
 from offload.errors import ConfigError
 from offload.names import TIERS
@@ -59,13 +59,24 @@ def _run(arguments: argparse.Namespace) -> int:
 
     names = ("ranks", "zero_stage", "config", "batch_size", "seq_len", "grad_accum", "recompute", "hardware")
     settings = {**given_settings(arguments), **{name: getattr(arguments, name) for name in names}}
-    plan = offload.plan(arguments.model, **settings)
+    model: Any = arguments.model
+    if arguments.compare:  # built once
+        from offload.integrations.plan import model_of
+
+        model = model_of(model)
+    plan = offload.plan(model, **settings)
     if arguments.emit is not None:
         _write(arguments.emit, plan)
+    others = _compared(model, plan, settings) if arguments.compare else []
     if arguments.json:
-        print(json.dumps(plan.as_dict(), indent=1))
+        more = {"alternatives": {name: other.as_dict() for name, other in others}} if others else {}
+        print(json.dumps({**plan.as_dict(), **more}, indent=1))
     else:
         print(plan)
+        if others:
+            from offload.planning.compare import rows
+
+            print(table(rows(others)))
     return 0 if plan.fits else EXIT_FAILED
 
 
@@ -81,6 +92,33 @@ def _explained(arguments: argparse.Namespace) -> str:
         if "nvme" in (given["tiers"] or defaults["tiers"]):
             defaults["swap_dirs"] = [NO_DIRECTORY]
     return explain(arguments.config, given, defaults)
+
+
+def _compared(model: Any, plan: Plan, settings: dict[str, Any]) -> list[tuple[str, Plan]]:
+    import offload
+    from offload.planning.compare import alternatives, compare
+    from offload.planning.plan import NO_DIRECTORY
+
+    def other(**change: Any) -> Plan:
+        given = {**settings, **change}
+        if "tiers" in change:  # what belongs to a tier that is not there any more goes with it
+            tiers = change["tiers"]
+            given["budgets"] = {t: b for t, b in (settings["budgets"] or {}).items() if t in (*tiers, "cpu")} or None
+            given["swap_dirs"] = (settings["swap_dirs"] or [NO_DIRECTORY]) if "nvme" in tiers else None
+        return offload.plan(model, **given)
+
+    known = plan.activations is not None
+    return compare(
+        alternatives(
+            plan.config.tiers,
+            settings["batch_size"],
+            settings["grad_accum"],
+            plan.ranks,
+            settings["recompute"],
+            known,
+        ),
+        other,
+    )
 
 
 def _write(path: Path, plan: Plan) -> None:

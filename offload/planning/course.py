@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload.config import WrapConfig
-from offload.planning.memory import STAGING_BUFFERS, MemoryPlan
+from offload.planning.memory import MemoryPlan
 from offload.planning.profile import HardwareProfile
 from offload.planning.simulate import Course, Link, Stage, UnitLoad
 from offload.planning.trace import Trace, Use
@@ -51,7 +51,7 @@ def course_of(
         depth=PREFETCH if config.prefetch_units is None else config.prefetch_units,
         host_visible=visible,
         hidden=not visible or plan.placement.swaps,
-        buffers=STAGING_BUFFERS,
+        buffers=plan.staging_buffers(),
     )
 
 

@@ -151,7 +151,7 @@ class Plan:
         }
 
     def to_toml(self) -> str:
-        """A file for `offload.wrap(model, config=...)`, with budgets written out.
+        """A file for `offload.wrap(model, config=...)`. Budgets that nobody gave follow there from what is free.
 
         Raises ConfigError if it needs swap directories and none were named.
         """
@@ -176,13 +176,14 @@ def make_plan(
 ) -> Plan:
     """Plan ``model``, of which only shapes are read. See :func:`offload.plan`."""
     config = with_compute_dtype(config, accelerated)
-    budgets = budgets_for(_with_capacity(config, profile, accelerated), compute_total)
+    config = _with_capacity(config, profile, accelerated)
+    budgets = budgets_for(config, compute_total)
     memory = memory_of(model, config, budgets, not accelerated)
     traced, unknown = _traced(model, config, batch, budgets["gpu"], recompute) if batch else (None, why_no_batch)
     plan = Plan(
         memory.plan is not None,
         memory.reason,
-        replace(config, budgets=Budgets(**{t: b for t, b in budgets.items() if t in (*config.tiers, "cpu")})),
+        config,
         sum(p.numel() for p in model.parameters()),
         sum(p.numel() for p in model.parameters() if p.requires_grad),
         memory.tiers,

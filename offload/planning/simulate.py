@@ -3,7 +3,7 @@
 What is simulated is `training.runtime` with `residency`, `update` and `delivery`: units are fetched ahead in the order
 that `training.schedule` has learnt, as far as there is room; gradients leave in backward; the update that `step` has
 promised runs unit after unit in the order of use (read block i+1, update block i, write block i-1) beside the next
-forward, which waits for each unit.
+forward, which waits for each unit. Backward reads what the update begins with into buffers that are free.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ __all__ = ["Course", "Link", "Stage", "Step", "UnitLoad", "simulate"]
 
 _STEPS = 3  # in the first the order is learnt, and no update is under way
 _MOST_CHUNKS = 2000  # of state in one update; larger models move several blocks at a time
+_RESERVE = 2  # buffers that reading ahead of a step leaves to fetches, as training.readahead.RESERVE
 _PIECES = 8  # of a unit on its way through staging buffers
 
 
@@ -175,6 +176,8 @@ class _Simulation:
         self._order: dict[int, None] = {}
         self._buffers = course.buffers
         self._updating = self._added = False
+        self._chunks: list[_Chunk] | None = None  # of the update to come, once a gradient has come
+        self._promised = 0
         self._waits: dict[str, float] = {}
         self._ends: list[tuple[float, dict[str, float], dict[str, float], dict[str, float]]] = []
 
@@ -245,6 +248,10 @@ class _Simulation:
         yield task
         for unit in units:
             unit.pins -= 1
+        if complete and self._chunks is None:
+            yield from self._wait("update", lambda: not self._updating)
+            self._chunks = self._prepare()
+            self._clock.start(self._reader(self._chunks, self._promised))
         for index in complete:
             unit = self._units[index]
             unit.gradient = [
@@ -332,29 +339,41 @@ class _Simulation:
 
     def _promise(self) -> None:
         self._schedule.stepped()
+        self._promised += 1
+        chunks, self._chunks = self._chunks or [], None
+        for chunk in chunks:
+            chunk.unit.pending = True
+        self._updating = bool(chunks)
+        self._order.clear()
+        self._clock.start(self._updater(chunks))
+
+    def _prepare(self) -> list[_Chunk]:
+        """The update to come, in parts, in the order of use."""
         used = [self._units[i] for i in self._order]
         order = [u for u in dict.fromkeys((*used, *self._units)) if u.load.update or u.load.update_s]
-        self._order.clear()
         group = max(1, -(-sum(u.load.blocks for u in order) // _MOST_CHUNKS))
         chunks: list[_Chunk] = []
         for unit in order:
-            unit.pending = True
             load, count = unit.load, max(1, -(-unit.load.blocks // group))
             read = load.state_on_disk + load.gradient_on_disk
             part = read / count, load.state_on_disk / count, load.update / count, load.update_s / count
             chunks += [_Chunk(unit, *part, first=i == 0, last=i == count - 1) for i in range(count)]
-        self._updating = bool(order)
-        self._clock.start(self._reader(chunks))
-        self._clock.start(self._updater(chunks))
+        self._buffers = max(_RESERVE + 1, self._course.buffers // group)
+        return chunks
 
-    def _reader(self, chunks: Sequence[_Chunk]) -> Process:
-        """Reads blocks in the order of their need while buffers are free."""
+    def _reader(self, chunks: Sequence[_Chunk], step: int) -> Process:
+        """Reads blocks in the order of their need while buffers are free; before the step one at a time, and not all
+        buffers. A gradient on disk is there only then."""
         for chunk in chunks:
             if chunk.to_disk:
-                yield lambda: self._buffers > 0
+                if chunk.unit.load.gradient_on_disk:
+                    yield lambda: self._promised > step
+                yield lambda: self._buffers > (0 if self._promised > step else _RESERVE)
                 self._buffers -= 1
             read = self._clock.submit("nvme_read", chunk.from_disk)
             self._clock.start(_follow(read, chunk.read))
+            if self._promised == step:
+                yield lambda read=read: read.done or self._promised > step  # type: ignore[misc]
 
     def _updater(self, chunks: Sequence[_Chunk]) -> Process:
         for chunk in chunks:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from offload.config import WrapConfig
-from offload.planning.memory import DELIVERY_BUFFERS, SPILL_BUFFERS, STAGING_BUFFERS, MemoryPlan, plan_memory
+from offload.planning.memory import DELIVERY_BUFFERS, SPILL_BUFFERS, MemoryPlan, plan_memory
 from offload.sharding.placement import DoesNotFit
 from offload.sizes import PAGE, round_up
 
@@ -103,7 +103,7 @@ def _tiers(plan: MemoryPlan, budgets: Mapping[str, int], host_visible: bool) -> 
             add(gradient, "gradients", size.spilled if gradient == "nvme" else size.gradient)
         for nbytes, tier in zip(size.blocks, blocks, strict=True):
             add(tier, "optimizer state", nbytes)
-    staging = STAGING_BUFFERS * max(round_up(plan.largest_block()), PAGE) if placed.staged else 0
+    staging = plan.staging_buffers() * max(round_up(plan.largest_block()), PAGE) if placed.staged else 0
     delivery = 0 if host_visible else DELIVERY_BUFFERS * plan.largest_weights()
     pieces = SPILL_BUFFERS * plan.piece if placed.spills else 0
     add("cpu", "staging", staging + delivery + pieces)

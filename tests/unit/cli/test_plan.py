@@ -74,3 +74,26 @@ def test_bad_input(model: str, arguments: list[str], message: str, capsys: pytes
 def test_no_such_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "/nowhere"]) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+def test_alternatives_are_compared(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", model, *SMALL, "--nvme-mem", "1GiB", "--compare"]
+    assert main(arguments) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "bf16 moments" in line or "as asked" in line]
+    assert len(lines) == 2
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["alternatives"]
+    assert {"as asked", "tiers gpu,cpu", "recompute", "bf16 moments"} <= found.keys()
+    asked = found["as asked"]["tiers"]["cpu"]["by_kind"]["optimizer state"]
+    assert found["bf16 moments"]["tiers"]["cpu"]["by_kind"]["optimizer state"] < asked
+    assert found["recompute"]["activations"]["kept"] < found["as asked"]["activations"]["kept"]
+
+
+def test_the_fastest_comes_first(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", model, "--hardware", "rtx4090", "--seq-len", "16", "--compare", "--json"]
+    assert main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    rates = [plan["step"]["tokens_per_s"] for plan in found["alternatives"].values() if plan["fits"]]
+    assert len(rates) > 5
+    assert rates == sorted(rates, reverse=True)
+    assert found["step"]["tokens_per_s"] > 0

@@ -10,6 +10,7 @@ separated by ";". A rule has the keys
               try using up one of `times`
     short     bytes a single system call may move at most. With `error`: bytes moved before the error
     delay_ms  milliseconds that pass before the transfer starts
+    mb_per_s  megabytes (10^6) a second, which the transfers that are hit share: each waits for its turn and its time
 
 They work on every I/O backend, since they act on requests, above the system calls.
 """
@@ -20,8 +21,9 @@ import contextlib
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.errors import ConfigError
 
@@ -40,6 +42,7 @@ class Fault:
     error: int = 0
     short: int = 0
     delay_ms: float = 0.0
+    mb_per_s: float = 0.0
 
 
 class _Rule:
@@ -48,6 +51,15 @@ class _Rule:
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
         self._seen = 0
+        self._free_at = 0.0  # when what has been asked for so far will be over, at this rate
+
+    def delayed(self, nbytes: int) -> Fault:
+        """The fault, with the time that a transfer of ``nbytes`` has to wait at its rate."""
+        if not self.fault.mb_per_s:
+            return self.fault
+        now = time.monotonic()
+        self._free_at = max(self._free_at, now) + nbytes / (self.fault.mb_per_s * 1e6)
+        return replace(self.fault, delay_ms=self.fault.delay_ms + (self._free_at - now) * 1e3)
 
     def hits(self, op: str) -> bool:
         if self.fault.op not in (op, "any"):
@@ -78,7 +90,7 @@ def _parse_one(text: str) -> Fault:
                 fault[key] = _FOREVER
             elif key in ("nth", "times", "short") and int(value) >= 1:
                 fault[key] = int(value)
-            elif key == "delay_ms" and 0 <= float(value) < 1e9:
+            elif (key == "delay_ms" and 0 <= float(value) < 1e9) or (key == "mb_per_s" and 1e-3 <= float(value) < 1e9):
                 fault[key] = float(value)
             elif key == "error" and isinstance(getattr(errno, value, None), int):
                 fault[key] = getattr(errno, value)
@@ -87,15 +99,18 @@ def _parse_one(text: str) -> Fault:
         except ValueError:
             raise ConfigError(
                 f"cannot read {item.strip()!r} in the fault {text.strip()!r}; expected op=read|write|any, nth=N, "
-                "times=N|all, error=NAME (such as EIO), short=BYTES or delay_ms=N, separated by commas"
+                "times=N|all, error=NAME (such as EIO), short=BYTES, delay_ms=N or mb_per_s=N, separated by commas"
             ) from None
-    if not fault.keys() & {"error", "short", "delay_ms"}:
-        raise ConfigError(f"the fault {text.strip()!r} does nothing; add error=NAME, short=BYTES or delay_ms=N")
+    if not fault.keys() & {"error", "short", "delay_ms", "mb_per_s"}:
+        raise ConfigError(
+            f"the fault {text.strip()!r} does nothing; add error=NAME, short=BYTES, delay_ms=N or mb_per_s=N"
+        )
     return Fault(**fault)  # type: ignore[arg-type]  # each key was checked against its type above
 
 
-def draw(op: str) -> Fault | None:
-    """Count one transfer ("read" or "write") and say what shall happen to it: the first rule that hits wins."""
+def draw(op: str, nbytes: int = 0) -> Fault | None:
+    """Count one transfer ("read" or "write") of ``nbytes``, and say what shall happen to it: the first rule that hits
+    wins."""
     global _environment, _environment_rules
     text = os.environ.get("OFFLOAD_FAULT", "")
     if not (text or _rules):
@@ -104,7 +119,7 @@ def draw(op: str) -> Fault | None:
         if text != _environment:
             _environment_rules = [_Rule(fault) for fault in parse(text)]
             _environment = text
-        hit = [rule.fault for rule in (*_rules, *_environment_rules) if rule.hits(op)]
+        hit = [rule.delayed(nbytes) for rule in (*_rules, *_environment_rules) if rule.hits(op)]
     return hit[0] if hit else None
 
 

@@ -106,7 +106,7 @@ class IoBackend(ABC):
         if buffer.numel() == 0:
             return DoneTicket()
         op = "write" if write else "read"
-        fault = faults.draw(op)
+        fault = faults.draw(op, buffer.numel())
         if fault is None:
             return self._submit(write, fd, buffer, offset, MAX_CALL, lane, sums)
         with self._faulty_lock:

@@ -34,6 +34,7 @@ def fd(tmp_path: Path) -> Iterator[int]:
 
 def test_parse() -> None:
     assert faults.parse("op=write,nth=7,error=EIO") == [Fault("write", 7, error=errno.EIO)]
+    assert faults.parse("mb_per_s=0.5") == [Fault(mb_per_s=0.5)]
     assert faults.parse(" short=512 ; op=read, delay_ms=1.5 ;") == [Fault(short=512), Fault("read", delay_ms=1.5)]
     assert faults.parse("error=ENOSPC,times=all")[0].times > 10**12
     assert faults.parse("") == []
@@ -43,7 +44,16 @@ def test_parse() -> None:
     "text",
     [
         *["op=erase,error=EIO", "error=EWHAT", "error=5", "error=errorcode", "nth=0,error=EIO", "nth=x,error=EIO"],
-        *["times=none,error=EIO", "short=0", "delay_ms=-1", "delay_ms=nan", "op=read", "nonsense", "size=3"],
+        *[
+            "times=none,error=EIO",
+            "short=0",
+            "delay_ms=-1",
+            "delay_ms=nan",
+            "mb_per_s=0",
+            "op=read",
+            "nonsense",
+            "size=3",
+        ],
     ],
 )
 def test_parse_nonsense(text: str) -> None:
@@ -155,3 +165,14 @@ def test_rules_end_with_their_block(backend: IoBackend, fd: int) -> None:
                 codes.append(error.errno or 0)
     assert codes == [errno.EIO, errno.ENOSPC, 0]
     assert faults.draw("write") is None
+
+
+def test_a_rate_is_shared() -> None:
+    """Each transfer waits for its own bytes and for those asked for before."""
+    with faults.inject("op=read,times=all,mb_per_s=0.001"):
+        waits = [found.delay_ms for found in (faults.draw("read", n) for n in (1000, 2000, 500)) if found is not None]
+        assert faults.draw("write", 1000) is None
+    assert len(waits) == 3
+    assert waits[0] == pytest.approx(1000)
+    assert 2000 < waits[1] <= 3000
+    assert waits[1] < waits[2] <= 3500

@@ -59,8 +59,8 @@ def _run(arguments: argparse.Namespace) -> int:
     for dtype, shapes in profile.matrix.items():
         rates = [rate for *_, rate in shapes]
         print(
-            f"{dtype}: {min(rates):.3g} to {max(rates):.3g} TFLOP/s in products, {profile.attention[dtype]:.3g} in "
-            f"attention, {profile.elementwise[dtype]:.3g} GB/s in other operations"
+            f"{dtype}: {min(rates):.3g} to {max(rates):.3g} TFLOP/s in products, {profile.elementwise[dtype]:.3g} GB/s "
+            "in other operations"
         )
     for name in ("adam", "copy", "h2d", "d2h", "h2d_unpinned", "d2h_unpinned", "network"):
         if (rate := getattr(profile, name)) is not None:

@@ -43,7 +43,7 @@ def compare(changes: Iterator[Change], plan: Callable[..., Plan]) -> list[tuple[
 
     def order(entry: tuple[str, Plan]) -> tuple[bool, float, int]:
         one = entry[1]
-        speed = one.speed.tokens_per_s if one.speed is not None else 0.0
+        speed = one.speed.tokens_per_s if one.fits and one.speed is not None else 0.0
         return (not one.fits, -speed, sum(tier.peak for tier in one.tiers.values()))
 
     return sorted(found, key=order)
@@ -53,7 +53,7 @@ def rows(plans: Sequence[tuple[str, Plan]]) -> list[list[str]]:
     """A table, its head first, the name last."""
     table = [["tokens/s", "step", "bound by", "gpu", "cpu", "nvme", "activations", "plan"]]
     for name, plan in plans:
-        speed = plan.speed
+        speed = plan.speed if plan.fits else None
         held = [
             format_size(plan.tiers[t].peak) if plan.fits and t in plan.tiers else "-" for t in ("gpu", "cpu", "nvme")
         ]

@@ -20,7 +20,8 @@ _aten = torch.ops.aten
 
 
 class Product(NamedTuple):
-    """``batch`` products of an (m, k) by a (k, n) matrix; ``kind``: "matrix" or "attention"."""
+    """``batch`` products of an (m, k) by a (k, n) matrix; ``kind``: "matrix", or of a fused kernel "attention" or
+    "attention_backward", which is as many products as it computes of queries (m) by keys (n)."""
 
     kind: str
     dtype: torch.dtype
@@ -156,23 +157,23 @@ class _Fused(torch.autograd.Function):
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.causal, ctx.record = causal, record
-        record(_attention(query, key, value, causal))
+        record(_attention("attention", query, key, value, causal))
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         query, key, value, _, _ = ctx.saved_tensors
         made = tuple(torch.empty_like(t) for t in (query, key, value))
-        products = _attention(query, key, value, ctx.causal)
+        products = _attention("attention_backward", query, key, value, ctx.causal)
         ctx.record([*products, *products, products[0]])
         return (*made, None, None)
 
 
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> list[Product]:
+def _attention(kind: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> list[Product]:
     """Scores, and their sum over values."""
     batch, m, n = math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2]
     n = (n + 1) // 2 if causal else n
     return [
-        Product("attention", query.dtype, batch, m, n, query.shape[-1]),
-        Product("attention", query.dtype, batch, m, value.shape[-1], n),
+        Product(kind, query.dtype, batch, m, n, query.shape[-1]),
+        Product(kind, query.dtype, batch, m, n, value.shape[-1]),
     ]

@@ -29,6 +29,7 @@ from offload.planning.hardware import available_memory
 from offload.planning.operations import Work, count
 from offload.planning.profile import Disk, HardwareProfile, Shape
 from offload.planning.tune import advise, measure
+from offload.sharding.layout import BLOCK
 from offload.storage.device import Device
 from offload.storage.io import backend_report, why_not
 from offload.storage.memory import HostMemory
@@ -38,6 +39,8 @@ __all__ = ["probe"]
 
 _MIB = 1 << 20
 _WIDTHS, _TOKENS, _VOCABULARY = (512, 2048), (128, 1024), 32768
+_LENGTHS = (128, 512, 2048)
+_LAYERS = 8  # whose activations are there at once while other operations are measured
 _SHARE_S = 0.06  # seconds for one figure, quickly
 _COLD = 64 * _MIB  # bytes of weights gone through in turn: each is met once in a forward, and not in a cache
 Progress = Callable[[str, int, int], None]
@@ -83,7 +86,7 @@ class _Probe:
         parts: list[tuple[str, Callable[[HardwareProfile], HardwareProfile]]] = [
             ("operations", lambda p: replace(p, operation_us=self._operation_us())),
             ("products", lambda p: replace(p, matrix=dict(self._matrix()))),
-            ("attention", lambda p: replace(p, attention=dict(self._attention()))),
+            ("attention", self._with_attention),
             ("other operations", lambda p: replace(p, elementwise=dict(self._elementwise(p.operation_us)))),
             ("memory", lambda p: replace(p, copy=self._copy())),
             ("update kernel", lambda p: replace(p, adam=self._adam())),
@@ -143,52 +146,62 @@ class _Probe:
             yield dtype, tuple(rows)
 
     def _products(self, dtype: str, tokens: int, outputs: int, inputs: int) -> Iterator[Shape]:
-        """Of a linear layer: its output, the gradient of its input, that of its weight."""
-        copies = max(2, _COLD // (outputs * inputs * DTYPES[dtype].itemsize))
-        weights = [self._of(dtype, outputs, inputs) for _ in range(min(copies, 32))]
+        """Of a linear layer: its output, the gradient of its input, that of its weight. Weights take turns and what is
+        computed stays a while, as in a model: caches and allocator have as much to do."""
+        size = DTYPES[dtype].itemsize
+        count = min(16, max(2, _COLD // (size * (outputs * inputs + tokens * (outputs + inputs)))))
+        weights = [self._of(dtype, outputs, inputs) for _ in range(count)]
         x, gradient = self._of(dtype, tokens, inputs), self._of(dtype, tokens, outputs)
-        turn = 0
-
-        def weight() -> torch.Tensor:
-            nonlocal turn
-            turn += 1
-            return weights[turn % len(weights)]
-
-        forms: tuple[tuple[tuple[int, int, int], Callable[[], torch.Tensor]], ...] = (
-            ((tokens, outputs, inputs), lambda: x @ weight().t()),
-            ((tokens, inputs, outputs), lambda: gradient @ weight()),
-            ((outputs, inputs, tokens), lambda: gradient.t() @ x),
+        forms: tuple[tuple[tuple[int, int, int], Callable[[torch.Tensor], torch.Tensor]], ...] = (
+            ((tokens, outputs, inputs), lambda weight: x @ weight.t()),
+            ((tokens, inputs, outputs), lambda weight: gradient @ weight),
+            ((outputs, inputs, tokens), lambda weight: gradient.t() @ x),
         )
         for (m, n, k), form in forms:
-            rate = 2e-12 * m * n * k / self._seconds(form, self._share / 3)
-            yield float(m), float(n), float(k), float(f"{rate:.4g}")
+            seconds = self._seconds(lambda form=form: [form(w) for w in weights], self._share / 3)  # type: ignore[misc]
+            yield float(m), float(n), float(k), float(f"{2e-12 * m * n * k * count / seconds:.4g}")
 
-    def _attention(self) -> Iterator[tuple[str, float]]:
-        heads, length, width = 9, 512, 64
+    def _with_attention(self, profile: HardwareProfile) -> HardwareProfile:
+        found: dict[str, dict[str, tuple[Shape, ...]]] = {"attention": {}, "attention_backward": {}}
         for dtype in ("fp32", "bf16", "fp16"):
-            given = [self._of(dtype, 1, heads, length, width).requires_grad_() for _ in range(3)]
-            gradient = self._of(dtype, 1, heads, length, width)
+            rows = [self._attention(dtype, length) for length in _LENGTHS]
+            found["attention"][dtype] = tuple(forward for forward, _ in rows)
+            found["attention_backward"][dtype] = tuple(backward for _, backward in rows)
+        return replace(profile, **found)  # type: ignore[arg-type]  # rates
 
-            def both(given: list[torch.Tensor] = given, gradient: torch.Tensor = gradient) -> None:
-                query, key, value = given
-                _backward(F.scaled_dot_product_attention(query, key, value, is_causal=True), gradient)
+    def _attention(self, dtype: str, length: int) -> tuple[Shape, Shape]:
+        """Forward is two products and backward five, half of each by the mask."""
+        heads, width = 8, 64
+        query, key, value = (self._of(dtype, 1, heads, length, width).requires_grad_() for _ in range(3))
+        gradient = self._of(dtype, 1, heads, length, width)
 
-            flops = 7 * 2 * heads * length * (length / 2) * width  # two products and five, half of each by the mask
-            yield dtype, float(f"{flops / self._seconds(both) / 1e12:.4g}")
+        def forward() -> torch.Tensor:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+        once = self._seconds(forward, self._share / 3)
+        both = self._seconds(lambda: _backward(forward(), gradient), self._share / 3)
+        flops = 2e-12 * heads * length * (length / 2) * width
+        shape = float(length), length / 2, float(width)
+        rates = (2 * flops / once, 5 * flops / max(both - once, 1e-9))
+        (one, two) = ((*shape, float(f"{rate:.4g}")) for rate in rates)
+        return one, two
 
     def _elementwise(self, operation_us: float) -> Iterator[tuple[str, float]]:
         """GB/s of what stands between the products of a transformer block, counted as a trace counts it."""
         for dtype in ("fp32", "bf16", "fp16"):
-            x = self._of(dtype, 512, 1024).requires_grad_()
+            inputs = [self._of(dtype, 512, 1024).requires_grad_() for _ in range(_LAYERS)]
             gate, scale = self._of(dtype, 512, 1024), self._of(dtype, 1024)
 
-            def between(x: torch.Tensor = x, gate: torch.Tensor = gate, scale: torch.Tensor = scale) -> None:
+            def layer(x: torch.Tensor, gate: torch.Tensor = gate, scale: torch.Tensor = scale) -> torch.Tensor:
                 wide = x.float()
                 wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
                 y = wide.to(x.dtype) * scale
                 half = torch.cat((-y[:, 512:], y[:, :512]), -1)
                 y = y * gate + half * gate
-                _backward((x + F.silu(y) * gate).sum())
+                return (x + F.silu(y) * gate).sum()
+
+            def between(inputs: list[torch.Tensor] = inputs) -> None:
+                _backward(torch.stack([layer(x) for x in inputs]).sum())
 
             work = Work()
             with _Counting(work):
@@ -208,13 +221,19 @@ class _Probe:
         return float(f"{source.numel() / self._seconds(lambda: target.copy_(source)) / 1e9:.4g}")
 
     def _adam(self) -> float:
-        """Traffic of one pass: 28 bytes for an element."""
+        """Traffic of one pass, block after block as an update goes: 28 bytes for an element."""
         n = min(32 * _MIB, self._limit // 16)
         master, first, second = (self._buffer(4 * n).view(torch.float32) for _ in range(3))
         gradient, out = (self._buffer(2 * n).view(torch.bfloat16) for _ in range(2))
         for tensor in (master, gradient, first, second):
             tensor.fill_(1e-3)
-        seconds = self._seconds(lambda: native.adamw_(master, gradient, first, second, step=1, lr=1e-5, out=out))
+
+        def update() -> None:
+            for start in range(0, n, BLOCK):
+                a = slice(start, start + BLOCK)
+                native.adamw_(master[a], gradient[a], first[a], second[a], step=1, lr=1e-5, out=out[a])
+
+        seconds = self._seconds(update)
         return float(f"{28 * n / seconds / 1e9:.4g}")
 
     def _with_transfers(self, profile: HardwareProfile) -> HardwareProfile:

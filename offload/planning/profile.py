@@ -30,6 +30,7 @@ Shape = tuple[float, float, float, float]
 """m, n, k of a product of matrices, and the TFLOP/s that it reached."""
 
 _DTYPES = ("fp32", "bf16", "fp16")
+_PRODUCTS = ("matrix", "attention", "attention_backward")  # the kinds of products
 _RATES = ("adam", "copy", "h2d", "d2h", "h2d_unpinned", "d2h_unpinned", "network")
 PROFILES = (Path(__file__).parents[1] / "hardware", Path(__file__).parents[2] / "configs" / "hardware")
 """Where named profiles are: in an installed package, and in its source tree."""
@@ -65,7 +66,8 @@ class HardwareProfile:
         gpus: accelerators in the machine, which share its host memory, Adam and disks.
         capacity: bytes by tier, as built in; budgets follow from them where none are given.
         matrix: by dtype, rates of single products of matrices; a data sheet has but one, which counts for all sizes.
-        attention: by dtype, TFLOP/s of the fused kernel, forward and backward together.
+        attention, attention_backward: the same of the fused kernel, by queries (m), keys that are seen (n), and width
+            of a head (k).
         elementwise: by dtype, GB/s (10^9 bytes) that all other operations read and write of compute memory.
         adam: GB/s of traffic of the native kernel, 28 bytes for a parameter with bf16 weights and fp32 moments.
         copy: GB/s copied from host memory to host memory.
@@ -82,7 +84,8 @@ class HardwareProfile:
     gpus: int = 1
     capacity: Mapping[str, int] = field(default_factory=dict)
     matrix: Mapping[str, tuple[Shape, ...]] = field(default_factory=dict)
-    attention: Mapping[str, float] = field(default_factory=dict)
+    attention: Mapping[str, tuple[Shape, ...]] = field(default_factory=dict)
+    attention_backward: Mapping[str, tuple[Shape, ...]] = field(default_factory=dict)
     elementwise: Mapping[str, float] = field(default_factory=dict)
     adam: float | None = None
     copy: float | None = None
@@ -103,12 +106,12 @@ class HardwareProfile:
             raise ConfigError(f"expected gpus to be a whole number from 1 on, found {self.gpus!r}")
         _only("capacity", self.capacity, ("gpu", "cpu", "nvme"))
         put(self, "capacity", {tier: parse_size(size) for tier, size in self.capacity.items()})
-        for name in ("matrix", "attention", "elementwise"):
+        for name in (*_PRODUCTS, "elementwise"):
             _only(name, getattr(self, name), _DTYPES)
-        put(self, "matrix", {dtype: _shapes(f"matrix.{dtype}", value) for dtype, value in self.matrix.items()})
-        for name, table in (("attention", self.attention), ("elementwise", self.elementwise)):
-            for dtype, value in table.items():
-                _above_zero(f"{name}.{dtype}", value)
+        for name in _PRODUCTS:
+            put(self, name, {dtype: _shapes(f"{name}.{dtype}", value) for dtype, value in getattr(self, name).items()})
+        for dtype, value in self.elementwise.items():
+            _above_zero(f"elementwise.{dtype}", value)
         for name in _RATES:
             if getattr(self, name) is not None:
                 _above_zero(name, getattr(self, name))
@@ -155,7 +158,7 @@ class HardwareProfile:
 
     def lacking(self, accelerated: bool, swaps: bool, ranks: int) -> list[str]:
         """Names of the figures that are missing to predict a step."""
-        needed = ["matrix", "attention", "elementwise", "adam"]
+        needed = [*_PRODUCTS, "elementwise", "adam"]
         needed += ["h2d", "d2h"] if accelerated else ["copy"]
         needed += ["network"] if ranks > 1 else []
         return [name for name in needed if not getattr(self, name)] + (["disks"] if swaps and not self.disks else [])
@@ -171,9 +174,7 @@ class HardwareProfile:
         return max(busy, least) if self.accelerator == "cuda" else busy + least
 
     def _product_seconds(self, product: Product) -> float:
-        if product.kind == "attention":
-            return product.flops / 1e12 / float(self._figure(self.attention, product.dtype))
-        shapes: tuple[Shape, ...] = self._figure(self.matrix, product.dtype)
+        shapes: tuple[Shape, ...] = self._figure(getattr(self, product.kind), product.dtype)
         return product.flops / 1e12 / _rate(shapes, product)
 
     @staticmethod

@@ -16,6 +16,7 @@ FOUND = HardwareProfile(
     "this machine",
     matrix={"fp32": 0.2},
     attention={"fp32": 0.1},
+    attention_backward={"fp32": 0.05},
     elementwise={"fp32": 10.0},
     adam=20.0,
     copy=8.0,

@@ -16,6 +16,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "_WIDTHS", (64, 128))
     monkeypatch.setattr(probing, "_TOKENS", (16, 32))
     monkeypatch.setattr(probing, "_VOCABULARY", 256)
+    monkeypatch.setattr(probing, "_LENGTHS", (16, 32))
     monkeypatch.setattr(probing, "_SHARE_S", 1e-4)
 
 

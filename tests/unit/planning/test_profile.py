@@ -15,6 +15,7 @@ PROFILE = HardwareProfile(
     capacity={"cpu": "64GiB", "nvme": "2TB"},
     matrix={"fp32": 0.2, "bf16": ((128.0, 512.0, 512.0, 0.5), (1024.0, 2048.0, 2048.0, 2.0))},
     attention={"fp32": 0.1},
+    attention_backward={"fp32": 0.05},
     elementwise={"fp32": 10.0},
     adam=20.0,
     copy=8.0,
@@ -99,5 +100,5 @@ def test_what_is_missing_is_named() -> None:
     assert PROFILE.lacking(accelerated=False, swaps=True, ranks=1) == []
     assert PROFILE.lacking(accelerated=True, swaps=False, ranks=2) == ["h2d", "d2h", "network"]
     assert HardwareProfile("x").lacking(accelerated=False, swaps=True, ranks=1) == [
-        *("matrix", "attention", "elementwise", "adam", "copy", "disks")
+        *("matrix", "attention", "attention_backward", "elementwise", "adam", "copy", "disks")
     ]

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from offload.cli import doctor, finetune, plan, probe, report, tune
+from offload.cli import convert, doctor, finetune, plan, probe, report, tune
 from offload.cli.output import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, fail, version
 from offload.errors import ConfigError
 
@@ -79,6 +79,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, help="print the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
-    for command in (plan, probe, finetune, tune, doctor, report):
+    for command in (plan, probe, finetune, tune, doctor, report, convert):
         command.add(commands)
     return parser

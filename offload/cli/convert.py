@@ -1,0 +1,38 @@
+"""`offload convert-config`: a configuration of DeepSpeed as one of ours."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from offload.cli.output import write_file
+
+__all__ = ["add"]
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser of the program."""
+    parser = commands.add_parser(
+        "convert-config",
+        help="turn a configuration of DeepSpeed into ours",
+        description="Turn DeepSpeed's JSON into a TOML file for offload.wrap(config=FILE) and --config FILE. What "
+        "belongs into flags of `offload finetune` or into lines of a loop (batches, optimizer, schedule, clipping), "
+        "and each key that has no counterpart, with the reason, is printed, and is in the file as a comment.",
+        epilog="example: offload convert-config ds_config.json -o offload.toml\n\nExit code 0, or 2 for bad input.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE.json", help="DeepSpeed's configuration")
+    parser.add_argument("-o", "--out", type=Path, metavar="FILE.toml", help="file to write (else it is printed)")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from offload.integrations.deepspeed_config import read
+
+    conversion = read(arguments.file)
+    if arguments.out is None:
+        print(conversion.to_toml(), end="")
+        return 0
+    write_file(arguments.out, conversion.to_toml())
+    print(f"written: {arguments.out}", *conversion.remarks(), sep="\n")
+    return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,10 +14,12 @@ from typing import Literal
 import torch
 
 from offload import native
+from offload.cpus import usable_cpus
 from offload.errors import ConfigError, OffloadError
 from offload.planning.disks import IN_MEMORY, REMOTE, Place, inspect
-from offload.planning.hardware import available_memory
+from offload.planning.hardware import available_memory, cgroup_memory
 from offload.sizes import format_size
+from offload.storage.device import accelerator_memory, accelerator_name
 from offload.storage.io import backend_report, open_backend
 
 __all__ = ["Check", "Status", "check_directories", "check_machine", "judge", "worst"]
@@ -26,6 +29,7 @@ Status = Literal["ok", "warn", "fail"]
 _GIB = 1 << 30
 _LITTLE_DISK = 10 * _GIB  # state of a model of less than a billion parameters
 _LITTLE_MEMORY = 2 * _GIB
+_OLDEST_TORCH = (2, 11)
 _LITTLE_LOCKED = 1 << 20  # bytes; kernels before 5.12 count the queues of io_uring against the limit
 
 # What a refusal of io_uring says, and what helps.
@@ -59,6 +63,8 @@ def worst(checks: Iterable[Check]) -> Status:
 def check_machine(version: str) -> list[Check]:
     """Everything that does not depend on a directory. `version`: that of this package."""
     looks: tuple[tuple[str, Callable[[], Check]], ...] = (
+        ("versions", lambda: _versions(version)),
+        ("accelerator", _accelerator),
         ("native core", _native_core),
         ("instruction set", _isa),
         ("checksums", _checksums),
@@ -66,9 +72,11 @@ def check_machine(version: str) -> list[Check]:
         ("I/O backend", _backend),
         ("locked memory", _locked_memory),
         ("memory", _memory),
+        ("memory limit", _memory_limit),
+        ("huge pages", _huge_pages),
+        ("NUMA", _numa),
     )
-    versions = f"offload {version}, Python {sys.version.split()[0]}, torch {torch.__version__}"
-    return [Check("versions", "ok", versions), *(_guarded(name, look) for name, look in looks)]
+    return [_guarded(name, look) for name, look in looks]
 
 
 def _guarded(name: str, look: Callable[[], Check]) -> Check:
@@ -76,6 +84,31 @@ def _guarded(name: str, look: Callable[[], Check]) -> Check:
         return look()
     except OffloadError as error:  # a variable of the environment that makes no sense
         return Check(name, "fail", str(error), "correct or unset the variable")
+
+
+def _versions(version: str) -> Check:
+    found = f"offload {version}, Python {sys.version.split()[0]}, torch {torch.__version__}"
+    numbers = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if numbers and (int(numbers[1]), int(numbers[2])) < _OLDEST_TORCH:
+        oldest = ".".join(map(str, _OLDEST_TORCH))
+        return Check("versions", "fail", found, f"install torch {oldest} or later")
+    return Check("versions", "ok", found)
+
+
+def _accelerator() -> Check:
+    name, built_for = accelerator_name(), getattr(torch.version, "cuda", None)
+    if name is not None:
+        return Check("accelerator", "ok", f"{name}, {format_size(accelerator_memory() or 0)} free")
+    if built_for is None:
+        return Check("accelerator", "ok", "none that torch is built for; tier gpu is a part of host memory")
+    found = f"none is found, though torch is built for CUDA {built_for}; tier gpu is a part of host memory"
+    return Check("accelerator", "warn" if os.path.exists("/proc/driver/nvidia") else "ok", found, _driver_remedy())
+
+
+def _driver_remedy() -> str:
+    if not os.path.exists("/proc/driver/nvidia"):
+        return ""
+    return "see what nvidia-smi says, CUDA_VISIBLE_DEVICES, and whether the container was given the GPU"
 
 
 def _native_core() -> Check:
@@ -95,7 +128,8 @@ def _checksums() -> Check:
 
 
 def _threads() -> Check:
-    return Check("threads", "ok", f"{native.threads()} (OFFLOAD_THREADS forces)")
+    usable, there = usable_cpus(), os.cpu_count() or 1
+    return Check("threads", "ok", f"{native.threads()}, with {usable} of {there} CPUs usable (OFFLOAD_THREADS forces)")
 
 
 def _backend() -> Check:
@@ -125,6 +159,48 @@ def _memory() -> Check:
     if left >= _LITTLE_MEMORY:
         return Check("memory", "ok", found)
     return Check("memory", "warn", found, "end other programs, or raise the limit of the container or of ulimit -v")
+
+
+def _memory_limit() -> Check:
+    left = cgroup_memory()
+    if left is None:
+        return Check("memory limit", "ok", "no control group sets one")
+    return Check("memory limit", "ok", f"a control group leaves {format_size(left)}; budgets count with it")
+
+
+def _huge_pages(file: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> Check:
+    try:
+        chosen = re.search(r"\[(\w+)\]", file.read_text())
+    except OSError:
+        chosen = None
+    if chosen is None:
+        return Check("huge pages", "ok", "the system does not tell")
+    if chosen[1] != "never":
+        return Check("huge pages", "ok", f"transparent, {chosen[1]}: large buffers ask for them")
+    found = "off: large buffers lie in pages of 4 KiB, which costs updates and copies some speed"
+    return Check("huge pages", "warn", found, f"as root: echo madvise > {file}")
+
+
+def _numa(nodes: Path = Path("/sys/devices/system/node")) -> Check:
+    cpus = {path.name[4:]: _numbers(path / "cpulist") for path in nodes.glob("node[0-9]*")}
+    if len(cpus) < 2:
+        return Check("NUMA", "ok", "one node" if cpus else "the system does not tell")
+    mine = os.sched_getaffinity(0)
+    inside = [node for node, has in cpus.items() if mine <= has]
+    if inside:
+        return Check("NUMA", "ok", f"bound to node {inside[0]} of {len(cpus)}")
+    found = f"{len(cpus)} nodes, and this process may run on all: memory of another node is slower"
+    return Check("NUMA", "warn", found, "bind it to the GPU's node: numactl --cpunodebind=N --membind=N")
+
+
+def _numbers(file: Path) -> set[int]:
+    """What the kernel writes as "0-3,8"."""
+    found: set[int] = set()
+    for part in file.read_text().strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            found |= set(range(int(first), int(last or first) + 1))
+    return found
 
 
 def check_directories(directories: Sequence[str | os.PathLike[str]]) -> dict[Path, tuple[Place, list[Check]]]:
@@ -166,6 +242,7 @@ def judge(place: Place, backend: str, twins: Sequence[Path] = ()) -> Iterator[Ch
     yield _file_system(place, twins)
     yield _rotation(place)
     yield _room(place)
+    yield _dead_runs(place)
     if not place.direct:
         found = f"{backend}, but no direct I/O: O_DIRECT is refused, transfers go through the page cache"
         yield Check("I/O", "warn", found, "use a local ext4 or XFS file system; the cache takes memory and time")
@@ -208,6 +285,14 @@ def _rotation(place: Place) -> Check:
     return Check(
         "disk", "warn", "rotates, or is virtual and says so", "use an SSD; `offload tune` tells how fast it is"
     )
+
+
+def _dead_runs(place: Place) -> Check:
+    if not place.leftovers:
+        return Check("dead runs", "ok", "left nothing here")
+    more = f" and {len(place.leftovers) - 3} more" if len(place.leftovers) > 3 else ""
+    found = f"left {', '.join(place.leftovers[:3])}{more}"
+    return Check("dead runs", "warn", found, "remove what is yours, if no run that made it is alive")
 
 
 def _room(place: Place) -> Check:

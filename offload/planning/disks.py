@@ -14,7 +14,7 @@ from pathlib import Path
 from offload.errors import SwapError
 from offload.storage.disk import existing_ancestor, free_disk
 from offload.storage.io_base import IoBackend
-from offload.storage.swapfile import SwapFile
+from offload.storage.swapfile import PREFIX, SwapFile
 
 __all__ = ["IN_MEMORY", "REMOTE", "Mount", "Place", "inspect", "mount_of", "quiet_log", "rotational"]
 
@@ -52,6 +52,7 @@ class Place:
         free: bytes this user may still write.
         direct: whether transfers bypass the page cache (O_DIRECT).
         error: why no swap file can be made there; "" if it can.
+        leftovers: names of files that runs left which ended before they could take them away.
     """
 
     directory: Path
@@ -64,6 +65,7 @@ class Place:
     free: int
     direct: bool
     error: str
+    leftovers: tuple[str, ...] = ()
 
 
 def inspect(directory: str | os.PathLike[str], backend: IoBackend) -> Place:
@@ -89,7 +91,22 @@ def inspect(directory: str | os.PathLike[str], backend: IoBackend) -> Place:
         free=free_disk(place),
         direct=direct,
         error=error,
+        leftovers=leftovers(path) if place == path else (),
     )
+
+
+def leftovers(directory: Path) -> tuple[str, ...]:
+    """Files of runs that are no more: swap files that still have a name (a new one sweeps those that are empty and its
+    user's), and files that were being written aside by a process that is gone."""
+    import psutil
+
+    found = []
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(directory)):
+            made_by = re.fullmatch(rf"{re.escape(PREFIX)}(\d+)-.*|\..+\.(\d+)", name)
+            if made_by and not psutil.pid_exists(int(made_by[1] or made_by[2])):
+                found.append(os.fsencode(name).decode(errors="replace"))
+    return tuple(found)
 
 
 def mount_of(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount | None:

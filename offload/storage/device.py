@@ -361,6 +361,11 @@ def accelerator_memory() -> int | None:
     return int(torch.cuda.mem_get_info()[0]) if default_device_name() == "cuda" else None
 
 
+def accelerator_name() -> str | None:
+    """What it is, or None where there is none."""
+    return str(torch.cuda.get_device_name()) if default_device_name() == "cuda" else None
+
+
 def total_compute_memory(device: Device) -> int | None:
     """Free bytes on the accelerator, or None where compute memory is host memory."""
     if device.torch_device.type != "cuda":

@@ -27,14 +27,14 @@ from offload.sizes import PAGE
 from offload.storage.disk import file_size_limit
 from offload.storage.io_base import IoBackend
 
-__all__ = ["NO_SPACE", "SwapFile"]
+__all__ = ["NO_SPACE", "PREFIX", "SwapFile"]
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors that mean: there is no more room."""
 
 _log = logging.getLogger("offload")
 
-_PREFIX = ".offload-swap-"
+PREFIX = ".offload-swap-"
 _O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _NOT_SUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENOSYS})
@@ -57,7 +57,7 @@ class SwapFile:
 
     def __init__(self, directory: Path, backend: IoBackend) -> None:
         self.directory = directory
-        self.name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+        self.name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         self.size = 0
         self.direct = False
         self._backend = backend
@@ -222,7 +222,7 @@ def _open_unnamed(directory: int, name: str) -> int:
 def _sweep(directory: int) -> None:
     """Remove the empty files that a kill between making and unlinking has left."""
     for name in os.listdir(directory):
-        if not name.startswith(_PREFIX):
+        if not name.startswith(PREFIX):
             continue
         with contextlib.suppress(FileNotFoundError, PermissionError):  # swept by another, or another user's
             found = os.stat(name, dir_fd=directory, follow_symlinks=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import resource
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,3 +155,79 @@ def test_a_variable_that_makes_no_sense_fails(
     assert check.status == "fail"
     assert variable in check.found
     assert not check_directories([tmp_path])[tmp_path][0].error
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "found"),
+    [
+        ("always [madvise] never\n", "ok", "madvise"),
+        ("[always] madvise never\n", "ok", "always"),
+        ("always madvise [never]\n", "warn", "4 KiB"),
+        (None, "ok", "does not tell"),
+    ],
+)
+def test_huge_pages(tmp_path: Path, text: str | None, status: str, found: str) -> None:
+    file = tmp_path / "enabled"
+    if text is not None:
+        file.write_text(text)
+    check = checkup._huge_pages(file)
+    assert check.status == status
+    assert found in check.found
+    assert (str(file) in check.remedy) == (status == "warn")
+
+
+def test_numa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checkup._numa(tmp_path).found == "the system does not tell"
+    for number, cpus in enumerate(("0-3,8\n", "4-7\n")):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(cpus)
+        if number == 0:
+            assert checkup._numa(tmp_path).found == "one node"
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {1, 2, 8})
+    assert checkup._numa(tmp_path).found == "bound to node 0 of 2"
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {3, 4})
+    check = checkup._numa(tmp_path)
+    assert check.status == "warn"
+    assert "numactl" in check.remedy
+
+
+def test_an_old_torch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.__version__", "2.9.1+cu128")
+    check = machine()["versions"]
+    assert check.status == "fail"
+    assert "2.11" in check.remedy
+
+
+def test_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkup, "accelerator_name", lambda: "Some GPU")
+    monkeypatch.setattr(checkup, "accelerator_memory", lambda: 23 << 30)
+    assert machine()["accelerator"].found == "Some GPU, 23.0 GiB free"
+    monkeypatch.setattr(checkup, "accelerator_name", lambda: None)
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    for driver in (True, False):
+        monkeypatch.setattr("os.path.exists", lambda path, driver=driver: driver and path == "/proc/driver/nvidia")
+        check = checkup._accelerator()
+        assert "CUDA 12.8" in check.found
+        assert (check.status, "nvidia-smi" in check.remedy) == (("warn", True) if driver else ("ok", False))
+
+
+def test_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkup, "cgroup_memory", lambda: 3 << 30)
+    assert "leaves 3.0 GiB" in machine()["memory limit"].found
+    monkeypatch.setattr(checkup, "cgroup_memory", lambda: None)
+    assert machine()["memory limit"].found == "no control group sets one"
+
+
+def test_what_dead_runs_left_is_named(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    mine = os.getpid()
+    for name in (f".offload-swap-{gone.pid}-ab", f".run.json.{gone.pid}", f".run.json.{mine}", ".hidden", "file.7"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / f".offload-swap-{gone.pid}-empty").touch()  # which making a swap file sweeps away
+    (checks,) = (checks for _, checks in check_directories([tmp_path]).values())
+    check = next(check for check in checks if check.name == "dead runs")
+    assert check.status == "warn"
+    assert check.found == f"left .offload-swap-{gone.pid}-ab, .run.json.{gone.pid}"
+    assert not (tmp_path / f".offload-swap-{gone.pid}-empty").exists()
+    assert lines(leftovers=("a", "b", "c", "d", "e"))["dead runs"].found == "left a, b, c and 2 more"

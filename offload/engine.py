@@ -25,6 +25,7 @@ from offload.planning.memory import (
     trainable_blocks,
     with_compute_dtype,
 )
+from offload.progress import through
 from offload.sharding.allocation import Allocation
 from offload.sharding.homes import ComputeHome, SwapHome
 from offload.sharding.layout import padded
@@ -224,7 +225,8 @@ class _Builder:
         parts = self._parts(plan, tiers, allocation, backend, swap, spill)
         before = originals(self._model)
         try:
-            for index, unit_plan in enumerate(plan.cut.units):
+            numbered = list(enumerate(plan.cut.units))
+            for index, unit_plan in through("loading", numbered, lambda item: plan.layouts[item[0]].numel):
                 with self._values.unit(unit_plan.parameters, tiers["cpu"]):
                     parts.units.append(self._move(index, plan, allocation, parts.state))
             self._values.finish()

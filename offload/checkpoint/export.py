@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint.files import write_tensors, write_text
+from offload.progress import through
 from offload.sizes import parse_size
 from offload.training.inspect import read_tensor
 from offload.training.runtime import runtime_of_model
@@ -43,7 +44,8 @@ def save_pretrained(
         else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     )
     where, total = {}, 0
-    for file, shard in zip(files, shards, strict=True):
+    parts = list(zip(files, shards, strict=True))
+    for file, shard in through("saving", parts, lambda part: sum(value.numel() for value in part[1].values())):
         tensors = {name: read_tensor(runtime, value, master).contiguous() for name, value in shard.items()}
         write_tensors(folder / file, tensors)
         where.update(dict.fromkeys(tensors, file))

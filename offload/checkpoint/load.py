@@ -14,6 +14,7 @@ from torch import nn
 from offload.checkpoint.manifest import Manifest, read_manifest
 from offload.checkpoint.save import named_buffers
 from offload.errors import CheckpointError
+from offload.progress import through
 from offload.sharding.unit import Member, Unit
 from offload.training.optimizer import OffloadedOptimizer
 from offload.training.runtime import Runtime, runtime_of_model
@@ -38,7 +39,7 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Offl
     if optimizer is not None:
         _check_groups(root, runtime, manifest, optimizer)
     with torch.no_grad():
-        for unit in runtime.units:
+        for unit in through("reading the checkpoint", runtime.units, lambda unit: unit.layout.numel):
             for member in unit.members:
                 _load_member(runtime, unit, member, reader)
                 member.step = manifest.steps.get(member.name, 0)

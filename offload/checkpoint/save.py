@@ -27,6 +27,7 @@ from offload.checkpoint.manifest import (
     write_manifest,
 )
 from offload.errors import ConfigError, OffloadError
+from offload.progress import through
 from offload.training.optimizer import OffloadedOptimizer
 from offload.training.parameter import OffloadedParameter, ResidentParameter
 from offload.training.runtime import Runtime, runtime_of_model
@@ -130,7 +131,7 @@ def _write(
 
 def _tensors(runtime: Runtime, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the checkpoint by key, one parameter in memory at a time."""
-    for unit in runtime.units:
+    for unit in through("saving the checkpoint", runtime.units, lambda unit: unit.layout.numel):
         for member in unit.members:
             found = read_member(runtime.state, unit, member)
             if found is None:

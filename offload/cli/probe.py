@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from offload.integrations.progress import Work
     from offload.planning.probe import probe
     from offload.planning.profile import probed_file
 
@@ -45,11 +45,12 @@ def _run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"cannot write {out}: {error.strerror}") from error
     try:
-        profile = probe(
-            [directory.absolute() for directory in arguments.swap],
-            quick=arguments.quick,
-            progress=_silent if arguments.quiet else _say,
-        )
+        with Work(quiet=arguments.quiet, at_once=True) as shown:
+            profile = probe(
+                [directory.absolute() for directory in arguments.swap],
+                quick=arguments.quick,
+                progress=lambda what, done, total: shown(f"measuring {what}", done, total) if what else None,
+            )
     except SwapError as error:
         return fail(error, EXIT_FAILED)
     write_file(out, f"# Written by `offload probe`.\n{profile.to_toml()}")
@@ -69,12 +70,3 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"{disk.directory}: {disk.read:.0f} MB/s read, {disk.write:.0f} written, {disk.mixed:.0f} both at once")
     print(f"written to {out}")
     return 0
-
-
-def _say(what: str, done: int, total: int) -> None:
-    if what:
-        print(f"probe: {what} ({done + 1} of {total})", file=sys.stderr, flush=True)
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    return

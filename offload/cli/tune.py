@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import os
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from offload.planning.tune import Advice, Figures, Setting
 
 __all__ = ["add"]
-
-_SECONDS_BETWEEN_LINES = 5.0
 
 
 def add(commands: Any) -> None:
@@ -74,6 +71,7 @@ def _seconds(text: str) -> float:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from offload.integrations.progress import Work
     from offload.planning.checkup import check_directories
     from offload.planning.tune import advise, measure, to_toml
 
@@ -91,8 +89,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return EXIT_BAD_INPUT
     found: list[dict[Setting, Figures]] = []
     try:
-        for directory in checked:
-            with _Progress(directory, arguments.quiet) as progress:
+        with Work(quiet=arguments.quiet, at_once=True) as shown:
+            for directory in checked:
+                progress = functools.partial(shown, f"measuring {directory}")
                 found.append(
                     measure(directory, backends, size=arguments.size, seconds=arguments.seconds, progress=progress)
                 )
@@ -161,32 +160,3 @@ def _as_json(
             )
         ],
     }
-
-
-class _Progress:
-    """Of one directory: a bar in a terminal, a line now and then elsewhere, nothing when quiet."""
-
-    def __init__(self, directory: Path, quiet: bool) -> None:
-        self._directory, self._quiet = directory, quiet
-        self._bar: Any = None
-        self._last_line = time.monotonic()
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._quiet:
-            return
-        if sys.stderr.isatty():
-            from tqdm import tqdm  # type: ignore[import-untyped]  # it ships no types
-
-            if self._bar is None:
-                self._bar = tqdm(total=total, desc=f"measuring {self._directory}", leave=False, dynamic_ncols=True)
-            self._bar.update(done - self._bar.n)
-        elif done in (0, total) or time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
-            self._last_line = time.monotonic()
-            print(f"measuring {self._directory}: {done} of {total}", file=sys.stderr, flush=True)

@@ -25,10 +25,11 @@ from offload.integrations.loading import (
     load_tokenizer,
     max_positions,
 )
-from offload.integrations.progress import Progress, StepFigures
+from offload.integrations.progress import Progress, StepFigures, Work
 from offload.integrations.run_checkpoints import Generators, RunCheckpoints
 from offload.integrations.run_report import LaneFigures, RunReport, TierFigures
 from offload.integrations.step_trace import StepTrace
+from offload.progress import listening
 from offload.sizes import format_size
 
 __all__ = ["FinetuneRun"]
@@ -48,6 +49,7 @@ class FinetuneRun:
         self.config = config
         self.exit_code = 0  # after `train`: what a program should exit with
         self.progress = Progress(config.steps, quiet=config.quiet)
+        self._work = Work(quiet=config.quiet)
         self.report = RunReport(config.as_json(), dict(offload.build_info()))
         with self._phase("load"):
             source = find_model(config.model)
@@ -78,9 +80,10 @@ class FinetuneRun:
             if loaded.whole:
                 self.progress.say(f"model: loaded whole into host memory before it is wrapped ({loaded.whole})")
             self._check_model()
-        with self._phase("wrap"):
-            self._wrap()
-        self._resume()
+        with listening(self._work), self._work:
+            with self._phase("wrap"):
+                self._wrap()
+            self._resume()
         try:
             config.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -154,7 +157,7 @@ class FinetuneRun:
         config, report = self.config, self.report
         trace = StepTrace(config.trace_path, len(report.steps), config.steps, self._held)
         catch = stop_on_signals(quiet=config.quiet, within=config.stop_within)
-        with self.progress, contextlib.closing(trace), catch as stop:
+        with self.progress, self._work, listening(self._work), contextlib.closing(trace), catch as stop:
             self._tell_writes()
             if not report.steps:
                 report.eval_loss["before"] = self._evaluate("before", stop)

@@ -1,4 +1,4 @@
-"""What a person sees while training runs: a bar in a terminal, plain lines elsewhere, nothing when quiet."""
+"""What a person sees while long work runs: a bar in a terminal, plain lines elsewhere, nothing when quiet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from offload.sizes import format_size
 
-__all__ = ["Progress", "StepFigures"]
+__all__ = ["Progress", "StepFigures", "Work"]
 
 _SECONDS_BETWEEN_LINES = 5.0
 _LANES = {"nvme_read": "nvme read", "nvme_write": "nvme write", "h2d": "to gpu", "d2h": "from gpu"}
@@ -31,6 +31,70 @@ class StepFigures:
     lanes: Mapping[str, int]
     bound: str = ""
     held: Mapping[str, int] = field(default_factory=dict)
+
+
+class Work:
+    """Long work, shown on `stream`: a bar with rate and time left in a terminal, a line now and then elsewhere (none
+    for what is done in a few seconds, unless `at_once`), nothing when quiet. A listener of `offload.progress`."""
+
+    def __init__(self, *, quiet: bool = False, stream: TextIO | None = None, at_once: bool = False) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._quiet, self._at_once = quiet, at_once
+        self._bar: Any = None
+        self._what, self._start, self._last_line, self._said = "", 0.0, 0.0, False
+
+    def __enter__(self) -> Work:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar away, if there is one."""
+        if self._bar is not None:
+            self._bar.close()
+        self._bar, self._what = None, ""
+
+    def __call__(self, what: str, done: int, total: int, unit: str = "") -> None:
+        """`done` of `total` is done of the work called `what`."""
+        if self._quiet:
+            return
+        if what != self._what:
+            self.close()
+            self._what, self._start, self._said = what, time.monotonic(), self._at_once
+            self._last_line = self._start - (_SECONDS_BETWEEN_LINES if self._at_once else 0.0)
+        if self._stream.isatty():
+            self._show_bar(done, total, unit)
+        else:
+            self._show_line(done, total, unit)
+        if done >= total:
+            self.close()
+
+    def _show_bar(self, done: int, total: int, unit: str) -> None:
+        from tqdm import tqdm  # type: ignore[import-untyped]  # it ships no types
+
+        if self._bar is None:
+            kind = {"unit": f" {unit}", "unit_scale": True} if unit else {}
+            options = {"desc": self._what, "leave": False, "dynamic_ncols": True}
+            self._bar = tqdm(total=total, file=self._stream, **options, **kind)
+        self._bar.update(done - self._bar.n)
+
+    def _show_line(self, done: int, total: int, unit: str) -> None:
+        now = time.monotonic()
+        if now - self._last_line < _SECONDS_BETWEEN_LINES and not (self._said and done >= total):
+            return
+        self._last_line, self._said = now, True
+        passed = now - self._start
+        left = f", {passed * (total - done) / done:.0f} s left" if 0 < done < total and passed >= 1 else ""
+        amount = f"{_short(done)} of {_short(total)} {unit}" if unit else f"{done} of {total}"
+        print(f"{self._what}: {amount}{left}", file=self._stream, flush=True)
+
+
+def _short(number: int) -> str:
+    for size, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return str(number)
 
 
 class Progress:
@@ -87,7 +151,7 @@ class Progress:
             print(line + bound + (f"; so far {moved}" if moved else ""), file=self._stream, flush=True)
 
     def _show_bar(self, text: str) -> None:
-        from tqdm import tqdm  # type: ignore[import-untyped]  # it ships no types
+        from tqdm import tqdm
 
         if self._bar is None:
             self._bar = tqdm(

@@ -11,7 +11,7 @@ import pytest
 import offload
 from tests.loops import ROOT
 
-COMMANDS = ["", "finetune", "plan", "tune", "doctor", "report", "convert-config"]
+COMMANDS = ["", "finetune", "plan", "probe", "tune", "doctor", "report", "convert-config"]
 
 
 def python(code: str, *arguments: str, path: str = "") -> str:

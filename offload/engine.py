@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +15,14 @@ from torch import nn
 from offload import native
 from offload.checkpoint.sources import Source, open_source
 from offload.config import WrapConfig
-from offload.errors import ConfigError, OffloadError, SwapError
+from offload.errors import ConfigError, OffloadError
 from offload.integrations.checkpoint_keys import key_rules
 from offload.lanes import Lanes, warn_once
 from offload.planning.hardware import budgets_for
 from offload.planning.memory import (
     DELIVERY_BUFFERS,
     MemoryPlan,
+    budgets_with_less_disk,
     plan_memory,
     trainable_blocks,
     with_compute_dtype,
@@ -272,15 +274,8 @@ class _Builder:
                 limit_s=config.io_timeout or None,
                 meter=WriteMeter(config.write_budget),
             )
-            swap.reserve(plan.swapped())
-        except BaseException as error:
-            if isinstance(error, SwapError) and error.needed is not None and error.free is not None:
-                missing = format_size(max(0, round_up(error.needed - error.free)))
-                error.message += (
-                    f". Budgets that would fit: cpu larger by {missing} (as much less goes to disk)"
-                    if "cpu" in config.tiers
-                    else f". What would fit: tier 'cpu' with room for {missing}"
-                )
+            swap.reserve(plan.swapped(), functools.partial(budgets_with_less_disk, config.tiers))
+        except BaseException:
             if swap is not None:
                 swap.close()
             backend.close()

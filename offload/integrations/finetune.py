@@ -50,7 +50,7 @@ class FinetuneRun:
         self.exit_code = 0  # after `train`: what a program should exit with
         self.progress = Progress(config.steps, quiet=config.quiet)
         self._work = Work(quiet=config.quiet)
-        self.report = RunReport(config.as_json(), dict(offload.build_info()))
+        self.report = RunReport(config.as_json(), offload.build_info(**config.wrap))
         with self._phase("load"):
             source = find_model(config.model)
             documents = list(read_documents(config.data))

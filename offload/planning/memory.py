@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,7 @@ from offload.sharding.partition import Partition, UnitPlan, partition
 from offload.sharding.pieces import largest_piece, record_bytes
 from offload.sharding.placement import Demand, DoesNotFit, Placement, UnitSize, at_least, place
 from offload.sizes import PAGE, parse_size, round_up
-from offload.storage.checksum import GRANULE
+from offload.storage.checksum import GRANULE, note_bytes
 from offload.training.gradients import gradient_dtype
 from offload.training.spill import ARRIVING_BUFFERS, READING_BUFFERS
 from offload.training.state import state_bytes
@@ -49,12 +49,20 @@ class MemoryPlan:
 
     def swapped(self) -> int:
         """Bytes of swap space that the placement needs."""
-        total = 0
-        for size, weights, state in zip(self.demand.units, self.placement.weights, self.placement.blocks, strict=True):
-            total += size.weights if weights == "nvme" else 0
-            total += sum(b for b, tier in zip(size.blocks, state, strict=True) if tier == "nvme")
-        gradients = zip(self.demand.units, self.placement.gradients, strict=True)
-        return total + sum(size.spilled for size, tier in gradients if tier == "nvme")
+        return sum(nbytes for nbytes, _ in self._on_disk())
+
+    def notes(self) -> int:
+        """Bytes of host memory for the checksums of what lies on disk."""
+        return sum(note_bytes(nbytes, granule) for nbytes, granule in self._on_disk())
+
+    def _on_disk(self) -> Iterator[tuple[int, int]]:
+        """Records on disk: bytes, and bytes under one checksum."""
+        placed = self.placement
+        for size, weights, gradient, state in zip(
+            self.demand.units, placed.weights, placed.gradients, placed.blocks, strict=True
+        ):
+            on_disk = (weights == "nvme", gradient == "nvme", [tier == "nvme" for tier in state])
+            yield from _records(size, self.granule(), *on_disk)
 
     def largest_block(self) -> int:
         """Of optimizer state, counting parameters that are frozen now and may be unfrozen later."""
@@ -62,7 +70,7 @@ class MemoryPlan:
 
     def granule(self) -> int:
         """Bytes under one checksum of a record on disk; a staging buffer holds a whole number of them."""
-        return math.gcd(self.largest_block(), GRANULE)
+        return _granule(self.largest_block())
 
     def largest_weights(self) -> int:
         return _largest_weights(self.demand.units)
@@ -128,6 +136,11 @@ def _plan(
         loading=max(loading(p.parameters) for p in cut.units),
         # And a whole one, or two where autograd adds them up in host memory, see docs/decisions/0004.
         spill=SPILL_BUFFERS * piece + (2 if host_visible else 1) * largest,
+        notes=sum(
+            note_bytes(nbytes, granule)
+            for size in units
+            for nbytes, granule in _records(size, _granule(any_block), True, True, [True] * len(size.blocks))
+        ),
     )
     may_grow = config.budgets.cpu is not None
     return MemoryPlan(cut, layouts, demand, place(demand, config.tiers, budgets), piece, may_grow)
@@ -154,6 +167,23 @@ def _size(plan: UnitPlan, layout: FlatLayout, config: WrapConfig, budget: int) -
         tile=tile_bytes(plan, budget),
         spilled=max(record_bytes(layout, gradient), PAGE) if spans else 0,
     )
+
+
+def _granule(largest_block: int) -> int:
+    return math.gcd(largest_block, GRANULE)
+
+
+def _records(
+    size: UnitSize, granule: int, weights: bool, gradient: bool, state: Sequence[bool]
+) -> Iterator[tuple[int, int]]:
+    """Records of a unit, if these live on disk: bytes, and bytes under one checksum."""
+    if weights:
+        yield size.weights, PAGE if size.tile else granule
+    if gradient and size.spilled:
+        yield size.spilled, PAGE
+    for nbytes, on_disk in zip(size.blocks, state, strict=True):
+        if on_disk:
+            yield nbytes, granule
 
 
 def _largest_gradient(cut: Partition, layouts: Sequence[FlatLayout], config: WrapConfig) -> tuple[int, int]:
@@ -184,6 +214,13 @@ def _possible_blocks(cut: Partition, layouts: Sequence[FlatLayout]) -> list[Span
 
 def _largest_weights(units: Sequence[UnitSize]) -> int:
     return max((u.weights for u in units if not u.tile), default=PAGE)
+
+
+def budgets_with_less_disk(tiers: Sequence[str], missing: int) -> str:
+    """What to say where the disks lack ``missing`` bytes of what was placed there."""
+    if "cpu" in tiers:
+        return f"Budgets that would fit: cpu larger by {at_least(missing)} (as much less goes to disk)"
+    return f"What would fit: tier 'cpu' with room for {at_least(missing)}"
 
 
 def with_compute_dtype(config: WrapConfig, accelerated: bool) -> WrapConfig:

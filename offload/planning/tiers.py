@@ -107,6 +107,7 @@ def _tiers(plan: MemoryPlan, budgets: Mapping[str, int], host_visible: bool) -> 
     delivery = 0 if host_visible else DELIVERY_BUFFERS * plan.largest_weights()
     pieces = SPILL_BUFFERS * plan.piece if placed.spills else 0
     add("cpu", "staging", staging + delivery + pieces)
+    add("cpu", "checksums", plan.notes())
     # Whole gradients of which others are on disk, while somebody looks at them or autograd adds them up.
     looked_at = plan.demand.spill - SPILL_BUFFERS * plan.piece if placed.spills else 0
     passing = {"gpu": moving, "cpu": tiles + looked_at}

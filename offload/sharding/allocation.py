@@ -10,6 +10,7 @@ import torch
 from offload.sharding.homes import ComputeHome, HostHome, SwapHome
 from offload.sharding.unit import Home, Unit
 from offload.sizes import PAGE, round_up
+from offload.storage.checksum import note_bytes
 from offload.storage.device import Device
 from offload.storage.memory import HostMemory
 from offload.storage.staging import StagingPool
@@ -44,10 +45,12 @@ class Allocation:
         size = _pages(nbytes)
         if tier == "cpu":
             return HostHome(self.host_memory(size, kind))
+        if tier == "nvme":
+            assert self._swap is not None
+            granule = granule or self._granule
+            with self._taken(tier, size, kind), self._taken("cpu", note_bytes(size, granule), "checksums"):
+                return SwapHome(self._swap, size, f"{kind} of {unit}", granule)
         with self._taken(tier, size, kind):
-            if tier == "nvme":
-                assert self._swap is not None
-                return SwapHome(self._swap, size, f"{kind} of {unit}", granule or self._granule)
             region = self._device.region(size)
             region.commit()
             return ComputeHome(region)

@@ -45,6 +45,7 @@ class Demand:
     delivery: int  # host bytes in which new weights wait for their copy to an accelerator; 0 without one
     loading: int = 0  # host bytes for first values of a unit, before there are gradients
     spill: int = 0  # host bytes that gradients on nvme need
+    notes: int = 0  # host bytes for the checksums of all that may live on nvme
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class _Placer:
         units, swap = self._demand.units, "nvme" in self._tiers
         tiers = ["cpu" if u.blocks and tier == "cpu" else None for u, tier in zip(units, gradients, strict=True)]
         host = sum(u.gradient for u, tier in zip(units, tiers, strict=True) if tier)
-        staging = (self._demand.staging if swap else 0) + self._demand.delivery
+        staging = (self._demand.staging + self._demand.notes if swap else 0) + self._demand.delivery
         first = max(host, self._demand.loading)
         room = self._left["cpu"] - staging - self._demand.spill
         if swap and first + staging > self._left["cpu"] and self._demand.loading <= room:
@@ -190,11 +191,12 @@ class _Placer:
         fixed = max(gradients, loading) + delivery
         if last == "cpu":
             return {**out, "cpu": fixed + moved}
+        staging = self._demand.staging + self._demand.notes
         if gradients <= loading + spill:
-            return {**out, "cpu": fixed + self._demand.staging, "nvme": moved}
+            return {**out, "cpu": fixed + staging, "nvme": moved}
         kept, _ = _kept([u.gradient if u.blocks else 0 for u in units], loading)
         spilled = sum(u.spilled for u, stays in zip(units, kept, strict=True) if u.blocks and not stays)
-        return {**out, "cpu": loading + spill + delivery + self._demand.staging, "nvme": moved + spilled}
+        return {**out, "cpu": loading + spill + delivery + staging, "nvme": moved + spilled}
 
 
 def _kept(sizes: Sequence[int], room: int) -> tuple[list[bool], int]:

@@ -17,12 +17,17 @@ from numpy.typing import NDArray
 
 from offload import native
 
-__all__ = ["GRANULE", "Checksums", "Summing", "Sums", "checksums"]
+__all__ = ["GRANULE", "Checksums", "Summing", "Sums", "checksums", "note_bytes"]
 
 GRANULE = 64 << 10
-"""Bytes under one checksum, where reads and writes are never finer: 4 bytes of memory for each 64 KiB on disk."""
+"""Bytes under one checksum, where reads and writes are never finer: 5 bytes of memory for each 64 KiB on disk."""
 
 Sums = NDArray[np.uint32]
+
+
+def note_bytes(nbytes: int, granule: int) -> int:
+    """Host memory that the notes of `nbytes` on disk take: a sum, and whether it is known, for each granule."""
+    return -(-nbytes // granule) * 5
 
 
 def checksums(buffer: torch.Tensor, granule: int) -> Sums:

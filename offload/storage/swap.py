@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,16 +115,21 @@ class SwapSpace:
 
     # --- space, in the order of a run: reserve, allocate, free, close
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int, remedy: Callable[[int], str] | None = None) -> None:
         """Reserve `nbytes` more on the disks now, spread over the directories, so that nothing can fail for want of
-        room later.
+        room later. `remedy`: what an error says of the bytes that are missing.
 
         Raises:
             SwapError: with `needed` and `free`; nothing has changed then.
         """
         with self._lock:
             self._check_open()
-            self._grow(round_up(nbytes))
+            try:
+                self._grow(round_up(nbytes))
+            except SwapError as error:
+                if remedy is not None and error.needed is not None and error.free is not None:
+                    error.message += f". {remedy(max(0, round_up(error.needed - error.free)))}"
+                raise
 
     def allocate(self, nbytes: int, name: str = "unnamed", granule: int = GRANULE) -> Extent:
         """An extent of `nbytes`, rounded up to a multiple of 4096; its contents are undefined.

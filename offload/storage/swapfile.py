@@ -157,7 +157,9 @@ class SwapFile:
 
     def _open(self) -> int:
         try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self.directory.exists():
+                self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _log.info("made the swap directory %s", self.directory)
             # Symbolic links on the way to the directory are the user's business; inside it none is followed.
             directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch import nn
 
 import offload
 from offload.sizes import PAGE, round_up
+from offload.storage import checksum
 from offload.storage import device as devices
 from offload.storage import memory as memories
 from tests.loops import TIERS, adamw, named_budgets, run_checked, train, wrap
@@ -37,7 +39,8 @@ def pages(nbytes: int) -> int:
 
 @dataclass
 class Ledger:
-    """What is really held: compute memory that is committed, host memory that is mapped; now and at most."""
+    """What is really held: compute memory that is committed, host memory that is mapped or holds checksums; now and at
+    most."""
 
     compute: int = 0
     compute_peak: int = 0
@@ -59,9 +62,12 @@ class Ledger:
 
     def map(self, memory: Any) -> None:
         if not self.making_region:  # that one reserves addresses only
-            self.host += memory.nbytes
-            self.host_peak = max(self.host_peak, self.host)
-            weakref.finalize(memory._map, self.unmap, memory.nbytes)
+            self.hold(memory._map, memory.nbytes)
+
+    def hold(self, owner: object, nbytes: int) -> None:
+        self.host += nbytes
+        self.host_peak = max(self.host_peak, self.host)
+        weakref.finalize(owner, self.unmap, nbytes)
 
     def unmap(self, nbytes: int) -> None:
         self.host -= nbytes
@@ -69,10 +75,10 @@ class Ledger:
 
 @pytest.fixture
 def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
-    """Watches every commit and release of a region, and every mapping."""
+    """Watches every commit and release of a region, every mapping, and every record's checksums."""
     books = Ledger()
     make_region, commit, release = (getattr(devices.HostRegion, n) for n in ("__init__", "commit", "release"))
-    make_memory = memories.HostMemory.__init__
+    make_memory, make_notes = memories.HostMemory.__init__, checksum.Checksums.__init__
 
     def new_region(self: Any, nbytes: int, poison: bool) -> None:
         books.making_region = True
@@ -85,7 +91,12 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
         make_memory(self, nbytes)
         books.map(self)
 
+    def new_notes(self: Any, nbytes: int, granule: int) -> None:
+        make_notes(self, nbytes, granule)
+        books.hold(self, self._sums.nbytes + self._known.nbytes)
+
     monkeypatch.setattr(devices.HostRegion, "__init__", new_region)
+    monkeypatch.setattr(checksum.Checksums, "__init__", new_notes)
 
     def now_committed(self: Any) -> None:
         commit(self)
@@ -164,6 +175,7 @@ def test_accounts_are_what_is_held(gpu: str, dtype: str, ledger: Ledger, tmp_pat
     assert ledger.compute_peak == tiers["gpu"].peak
     assert ledger.host == tiers["cpu"].used
     assert ledger.host_peak == tiers["cpu"].peak
+    assert tiers["cpu"].by_kind["checksums"] > 0
     assert all(sum(t.by_kind.values()) == t.used <= t.peak <= t.budget for t in tiers.values())
 
 
@@ -188,6 +200,8 @@ def test_what_a_parameter_costs_on_each_tier(
     gradients = sum(pages(n * gradient) for n in layers)
     staging = STAGING_BUFFERS * max(pages(n * each) for n in layers)
     largest = max(pages(n * width) for n in layers)
+    granule = math.gcd(staging // STAGING_BUFFERS, 64 << 10)
+    notes = sum(5 * -(-pages(n * size) // granule) for n in layers for size in (width, each))
 
     def used(tiers: tuple[str, ...], gpu: int | None) -> dict[str, dict[str, int]]:
         model = wrap(MLP(), tiers, tmp_path, gpu=gpu, dtype=dtype, device="cpu", state_dtype=state_dtype)
@@ -202,7 +216,7 @@ def test_what_a_parameter_costs_on_each_tier(
     assert used(("gpu", "cpu"), largest) == {"gpu": {}, "cpu": everything}
     assert used(("gpu", "nvme"), largest) == {
         "gpu": {},
-        "cpu": {"gradients": gradients, "staging": staging},
+        "cpu": {"gradients": gradients, "staging": staging, "checksums": notes},
         "nvme": {"weights": weights, "optimizer state": state},
     }
 

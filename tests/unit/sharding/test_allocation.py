@@ -15,6 +15,7 @@ from offload.sharding.homes import ComputeHome, HostHome, SwapHome
 from offload.sharding.layout import Span, flat_layout
 from offload.sharding.unit import StateBlock, Unit
 from offload.sizes import PAGE
+from offload.storage.checksum import note_bytes
 from offload.storage.device import HostDevice
 from offload.storage.io import open_backend
 from offload.storage.memory import HostMemory
@@ -152,10 +153,15 @@ def unit(device: HostDevice, *homes: str, allocation: Allocation) -> Unit:
 def test_state_that_was_not_foreseen(swap: SwapSpace) -> None:
     """With the unit's other state on the gpu tier, else where there is room, fastest first."""
     device = HostDevice(Lanes())
-    allocation = made(swap, device, cpu=2 * PAGE)
+    note = note_bytes(PAGE, PAGE)
+    allocation = made(swap, device, cpu=2 * PAGE + note)
     assert allocation.one_more_state_block(unit(device, "gpu", allocation=allocation), PAGE).tier == "gpu"
     bare = unit(device, allocation=allocation)
     assert [allocation.one_more_state_block(bare, PAGE).tier for _ in range(3)] == ["cpu", "cpu", "nvme"]
+    assert dict(tiers(allocation)["cpu"].by_kind) == {"optimizer state": 2 * PAGE, "checksums": note}
+    with pytest.raises(BudgetError, match="5 B of checksums"):
+        allocation.one_more_state_block(bare, PAGE)
+    assert tiers(allocation)["nvme"].used == PAGE
     alone = made(None, device, homes=("gpu",))
     assert alone.one_more_state_block(bare, PAGE).tier == "gpu"
     disk = made(swap, device, homes=("gpu", "nvme"))

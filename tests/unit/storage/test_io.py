@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import offload
 from offload import native
 from offload.errors import ConfigError, SwapError
 from offload.lanes import Lane, Lanes
@@ -258,6 +259,19 @@ def test_backend_that_cannot_work_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("OFFLOAD_IO", "threads")
     with pytest.raises(ConfigError, match=r"OFFLOAD_IO is 'threads'.*built without a compiler.*aiofiles"):
         open_backend()
+
+
+def test_build_info_tells_the_backend_of_a_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "swap.toml"
+    file.write_text(f'tiers = ["gpu", "nvme"]\nswap_dirs = ["{tmp_path}"]\nbackend = "aiofiles"\n')
+    told = offload.build_info(file)
+    assert (told["io"], told["io_reason"]) == ("aiofiles", "forced by the configuration")
+    assert offload.build_info(file, backend=BACKENDS[-1])["io"] == BACKENDS[-1]
+    assert offload.build_info()["io"] == backend_report().chosen
+    monkeypatch.setenv("OFFLOAD_IO", best := backend_report().chosen)  # wins over a file
+    assert offload.build_info(file)["io"] == best
+    with pytest.raises(ConfigError, match="backned"):
+        offload.build_info(file, backned="uring")
 
 
 def test_a_backend_of_the_configuration_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,13 @@ def test_file_modes(one: IoBackend, tmp_path: Path) -> None:
         assert os.fstat(fd).st_nlink == 0
 
 
+def test_a_directory_that_is_made_is_told(one: IoBackend, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="offload"):
+        for _ in range(2):
+            SwapSpace([tmp_path / "new" / "swap", tmp_path], one).close()
+    assert [r.getMessage() for r in caplog.records] == [f"made the swap directory {tmp_path / 'new' / 'swap'}"]
+
+
 def test_memory_file_system(backend: IoBackend) -> None:
     shm = Path("/dev/shm")
     if not shm.is_dir() or not os.access(shm, os.W_OK):

@@ -9,6 +9,8 @@ On a machine that others use at the same time, set OMP_WAIT_POLICY=passive in th
 by default torch's threads spin while one of them is kept from running, which has cost a small model several times its
 step.
 
+What checksums of swap records cost: --engines gpu+nvme,gpu+nvme-unchecked.
+
 Of the engines, gpu+nvme-early updates each unit inside backward (step_in_backward=True); it cannot clip.
 
 All placements of ours must give the same losses, bit for bit; the benchmark fails where they do not.
@@ -33,7 +35,7 @@ from benchmarks._common import Row, interleaved, run
 from benchmarks.io import Ours as Disk
 from benchmarks.peers import models
 from benchmarks.peers.crew import Member, WorkerError
-from benchmarks.peers.engines import EARLY, KINDS, PLAIN, Job
+from benchmarks.peers.engines import EARLY, KINDS, PLAIN, UNCHECKED, Job
 from benchmarks.peers.found import Comparison, Found, check_losses
 from benchmarks.peers.groups import in_groups
 from benchmarks.peers.rows import growth_rows, rows_of
@@ -51,7 +53,9 @@ MARGIN = 1 << 30  # bytes of memory left to others
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this benchmark."""
     parser.add_argument("--sizes", type=_names(models.SIZES), default=["110m"], help="models, of 15m, 110m, 615m")
-    parser.add_argument("--engines", type=_names(KINDS), default=list(KINDS), help=f"of {', '.join(KINDS)}")
+    parser.add_argument(
+        "--engines", type=_names(KINDS), default=[k for k in KINDS if k != UNCHECKED], help=f"of {', '.join(KINDS)}"
+    )
     parser.add_argument("--steps", type=positive, default=2, help="steps that an engine takes in each round")
     parser.add_argument("--clip", type=float, default=None, metavar="NORM", help="clip gradients (default: do not)")
     parser.add_argument(

@@ -31,6 +31,10 @@ class Found:
     def median(self) -> float:
         return statistics.median(self.seconds)
 
+    def cpu(self) -> list[float]:
+        """CPU seconds per step, by round."""
+        return [s["cpu"] / self.slice_steps for s in self.slices]
+
     def lane_bytes(self, lane: str) -> float:
         """Bytes per step on one lane, by our own count."""
         return self._median([s["lanes"].get(lane, (0, 0))[0] for s in self.slices])

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks._common import Row
-from benchmarks.peers.engines import KINDS, PLAIN
+from benchmarks.peers.engines import KINDS, PLAIN, UNCHECKED
 from benchmarks.peers.found import Comparison, Found
 
 # The figures of the design, as ratios of which more is better.
@@ -14,6 +14,7 @@ BAR_IN_MEMORY = 1 / 1.03  # of the plain loop
 BAR_FLOOR = 1 / 1.15
 BAR_ZERO3_NVME = 1.3
 BAR_SAME_MEMORY = 2.0
+BAR_CHECKSUMS = 0.97  # of a step without them
 BAR_TRAFFIC = 0.98  # the plan's bytes, within 2 %
 
 ZERO3 = {
@@ -30,9 +31,13 @@ def rows_of(comparison: Comparison) -> list[Row]:
     """All rows about one model size."""
     rows: list[Row] = []
     for ours in comparison.ours():
+        if ours.engine == UNCHECKED:
+            continue
         rows += _times(comparison, ours) + _memory(comparison, ours)
         if ours.on_disk():
             rows += _floor(comparison, ours) + _traffic(comparison, ours)
+        if ours.engine == "gpu+nvme" and (unchecked := comparison.get(UNCHECKED, beside=ours)):
+            rows += _checksums(comparison, ours, unchecked)
     return rows
 
 
@@ -71,6 +76,16 @@ def _times(comparison: Comparison, ours: Found) -> list[Row]:
         bar = BAR_SAME_MEMORY if zero3 is None or ours.peak <= zero3.peak else None
         label += ", at no less memory" if bar and zero3 else ""
     return [*rows, less_is_better(name, ours.seconds, "s", label, zero3.median if zero3 else None, bar)]
+
+
+def _checksums(comparison: Comparison, ours: Found, unchecked: Found) -> list[Row]:
+    """What checksums cost."""
+    label = KINDS[UNCHECKED].label
+    step, cpu = _name(comparison, ours, "step"), _name(comparison, ours, "CPU time of a step")
+    return [
+        less_is_better(step, ours.seconds, "s", label, unchecked.median, BAR_CHECKSUMS),
+        less_is_better(cpu, ours.cpu(), "s", label, statistics.median(unchecked.cpu())),
+    ]
 
 
 def _memory(comparison: Comparison, ours: Found) -> list[Row]:

@@ -62,14 +62,15 @@ class Worker:
     def _steps(self, command: dict[str, Any]) -> Answer:
         engine, losses = self._opened(), []
         lanes, moved = engine.lanes(), _storage_bytes()
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         for _ in range(command["count"]):
             losses.append(engine.step(self._next()))
         engine.finish()
-        seconds = time.perf_counter() - start
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         after, moved_after = engine.lanes(), _storage_bytes()
         return {
             "seconds": seconds,
+            "cpu": cpu,
             "losses": losses,
             "lanes": {name: [v - lanes.get(name, (0, 0.0))[i] for i, v in enumerate(after[name])] for name in after},
             "storage": _difference(moved, moved_after),

@@ -13,7 +13,7 @@ import torch
 from benchmarks import _common, step
 from benchmarks.peers import models, rows
 from benchmarks.peers.crew import Member, WorkerError
-from benchmarks.peers.engines import KINDS, Job, wrap_settings
+from benchmarks.peers.engines import KINDS, UNCHECKED, Job, wrap_settings
 from benchmarks.peers.found import Comparison, Difference, Found, check_losses
 from benchmarks.peers.groups import in_groups
 from benchmarks.peers.worker import serve
@@ -163,7 +163,7 @@ def options(*arguments: str) -> Any:
 
 
 def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert options().engines == list(KINDS)
+    assert options().engines == [name for name in KINDS if name != UNCHECKED]
     assert options("--engines", "gpu+nvme, torch,torch").engines == ["torch", "gpu+nvme"]
     for nonsense in (["--engines", "torch,warp"], ["--sizes", ""], ["--steps", "0"]):
         with pytest.raises(SystemExit):
@@ -190,13 +190,18 @@ def test_a_small_run_of_all_placements(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "deepspeed" else object())
     report, swap = tmp_path / "step.json", tmp_path / "swap"
     arguments = ["--sizes", "tiny", "--rounds", "1", "--steps", "1", "--threads", "1", "--json", str(report)]
-    engines = "torch,gpu,gpu+cpu,gpu+nvme,gpu+nvme-early,gpu+cpu+nvme,zero3-nvme"
+    engines = "torch,gpu,gpu+cpu,gpu+nvme,gpu+nvme-early,gpu+nvme-unchecked,gpu+cpu+nvme,zero3-nvme"
     assert _common.run([step], [*arguments, "--engines", engines, "--swap-dir", str(swap)]) == 0
     assert list(swap.iterdir()) == []
     written = json.loads(report.read_text())["rows"]
     assert {row["name"].split(":")[0].removeprefix("tiny, offload ") for row in written} == set(engines.split(",")) - {
         "torch",
         "zero3-nvme",
+        UNCHECKED,
+    }
+    assert {row["name"] for row in written if row["peer"] == KINDS[UNCHECKED].label} == {
+        "tiny, offload gpu+nvme: step",
+        "tiny, offload gpu+nvme: CPU time of a step",
     }
     by_name = {row["name"]: row for row in written}
     moved = by_name["tiny, offload gpu+nvme: written, lanes"]

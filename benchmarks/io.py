@@ -2,7 +2,9 @@
 
 Reading, writing, and both at once, against fio in the same directory, with direct I/O where the file system has it. fio
 gets its best of several request sizes and depths, found first; then its best, each of our backends, a program that uses
-aiofiles, and DeepSpeed's AIO take turns. CPU time is compared with fio at our own request size and depth.
+aiofiles, and DeepSpeed's AIO take turns. CPU time is compared with fio at our own request size and depth: without
+checksums, and, reading, with a fio that checks CRC-32C as well. Checksums are a pass over memory that plain fio does
+not make; what that adds is told without a bar.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import TypeVar
 import torch
 
 from benchmarks._common import Row, interleaved, rate_row, run
-from benchmarks.peers.disk import KINDS, Aiofiles, DeepSpeedAio, Fio, Sample, sampled, writes
+from benchmarks.peers.disk import KINDS, Aiofiles, CheckingFio, DeepSpeedAio, Fio, Sample, sampled, writes
 from offload.sizes import PAGE, format_size, parse_size
 from offload.storage.io import BACKENDS, IoBackend, open_backend, why_not
 from offload.storage.memory import HostMemory
@@ -37,6 +39,7 @@ BAR = 0.95  # of fio's bandwidth
 CPU_BAR = 1 / 1.2  # bytes per CPU second, against fio's
 REQUESTS = (1 * MIB, 4 * MIB, 8 * MIB)
 BARE = "no checksums"  # the preferred backend, MAIN
+SAME, CHECKING = "fio, the same", "fio that checks"
 MAIN = 4 * MIB  # the request of comparisons other than bandwidth against fio
 PEERS: dict[str, Callable[..., Aiofiles | DeepSpeedAio]] = {"aiofiles": Aiofiles, "DeepSpeed AIO": DeepSpeedAio}
 IN_FLIGHT = 64 * MIB  # bytes that we have asked for at any time
@@ -132,7 +135,9 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
                 turns[peer] = opened.measure
         fio = _peer("fio", lambda: Fio(folder, size, seconds), missing)
         if fio is not None:
-            turns["fio, the same"] = lambda kind: fio.measure(kind, MAIN, depth)
+            turns[SAME] = lambda kind: fio.measure(kind, MAIN, depth)
+        (folder / "checked").mkdir()
+        checking = _peer(CHECKING, lambda: CheckingFio(folder / "checked", size, seconds), missing)
         rows: list[Row] = []
         for kind in KINDS:
             fio_best = ""
@@ -140,6 +145,9 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
                 best = fio.best(kind)
                 fio_best = f"fio's best, {format_size(best[0])} x {best[1]}"
                 turns["fio"] = lambda kind, best=best: fio.measure(kind, *best)  # type: ignore[misc]
+            turns.pop(CHECKING, None)
+            if checking is not None and kind == "read":
+                turns[CHECKING] = lambda kind: checking.measure(kind, MAIN, depth)
             rows += _rows(kind, mine, _samples(kind, turns, arguments.rounds), fio_best, missing)
         return rows
 
@@ -198,8 +206,12 @@ def _rows(
         bar = CPU_BAR if name == BARE else None
         # A fast disk and a short measurement may take no CPU time that the system's clock sees.
         spent = [max(s, 1e-6) for s in cpu[name]]
-        theirs = [max(s, 1e-6) for s in cpu.get("fio, the same", [])]
+        theirs = [max(s, 1e-6) for s in cpu.get(SAME, [])]
         rows.append(rate_row(f"{what}, {name}, CPU", spent, 1.0, "GiB per CPU s", fio_same, theirs, bar))
+    if kind == "read":
+        label = missing.get(CHECKING, f"{CHECKING} CRC-32C, {format_size(MAIN)} x {IN_FLIGHT // MAIN}")
+        spent = [max(s, 1e-6) for s in cpu[mine[0]]]
+        rows.append(rate_row(f"{what}, {mine[0]}, CPU", spent, 1.0, "GiB per CPU s", label, cpu.get(CHECKING), CPU_BAR))
     for peer in PEERS:
         label = missing.get(peer, f"{peer}, {format_size(MAIN)} x {IN_FLIGHT // MAIN}")
         rows.append(rate_row(f"{what}, {mine[0]}", seconds[mine[0]], 1.0, "GB/s", label, seconds.get(peer)))

@@ -54,19 +54,24 @@ def writes(kind: str, number: int) -> bool:
 class Fio:
     """fio on one file that was written through once, so that no read meets unwritten space."""
 
+    more: tuple[str, ...] = ()  # arguments with which it was written
+
     def __init__(self, folder: Path, size: int, seconds: float) -> None:
         if shutil.which("fio") is None:
             raise FileNotFoundError("fio is not installed")
         self.size, self.seconds = size, seconds
         self.file = folder / "fio.bin"
-        self._run("write", 8 * MIB, 8, "--end_fsync=1")
+        self._run("write", 8 * MIB, 8, "--end_fsync=1", *self.more)
 
     def measure(self, kind: str, request: int, depth: int, seconds: float | None = None) -> Sample:
         timed = ("--overwrite=1", "--time_based", f"--runtime={round((seconds or self.seconds) * 1e3)}ms")
         job = self._run({"mixed": "rw"}.get(kind, kind), request, depth, *timed)
-        nbytes = job["read"]["io_bytes"] + job["write"]["io_bytes"]
-        if not nbytes:  # as above
+        if not job["read"]["io_bytes"] + job["write"]["io_bytes"]:  # as above
             return self.measure(kind, request, depth, 2 * (seconds or self.seconds))
+        return self._sample(job)
+
+    def _sample(self, job: dict[str, Any]) -> Sample:
+        nbytes = job["read"]["io_bytes"] + job["write"]["io_bytes"]
         bandwidth = job["read"]["bw_bytes"] + job["write"]["bw_bytes"]
         cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
         return Sample(bandwidth, cpu_s / (nbytes / 2**30))
@@ -89,6 +94,17 @@ class Fio:
         out = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
         job: dict[str, Any] = json.loads(out[out.index("{") :])["jobs"][0]
         return job
+
+
+class CheckingFio(Fio):
+    """fio that reads and compares the CRC-32C of each 64 KiB, as swap space does: through the file once."""
+
+    more = ("--verify=crc32c", "--verify_interval=65536", "--do_verify=0", "--verify_state_save=0")
+
+    def measure(self, kind: str, request: int, depth: int, seconds: float | None = None) -> Sample:
+        if kind != "read":
+            raise ValueError(f"expected 'read', found {kind!r}: what it writes it makes up each time")
+        return self._sample(self._run("read", request, depth, *self.more[:2]))
 
 
 class Aiofiles:

@@ -80,6 +80,7 @@ def test_io_goes_on_without_its_peers(tmp_path: Path, monkeypatch: pytest.Monkey
     rows = io.measure(options)
     assert {row.peer for row in rows} == {
         "fio could not be run (fio is not installed)",
+        "fio that checks could not be run (fio is not installed)",
         "aiofiles could not be run (no direct I/O here)",
         "DeepSpeed AIO could not be run (no direct I/O here)",
     }

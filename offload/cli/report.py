@@ -24,6 +24,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("path", type=Path, metavar="RUN", help="a directory that finetune --out made, or its run.json")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="draw the last step of this offload.trace")
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="compare with this prediction (offload plan --json)")
     parser.add_argument("--out", type=Path, metavar="FILE.html", help="file to write (report.html beside run.json)")
     parser.add_argument("--no-png", dest="png", action="store_false", help="write no PNGs")
     parser.set_defaults(run=_run)
@@ -34,7 +35,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from offload.report.page import page
     from offload.report.run import read_run
 
-    run = read_run(arguments.path, arguments.trace)
+    run = read_run(arguments.path, arguments.trace, arguments.plan)
     out = arguments.out or run.path.with_name("report.html")
     write_file(out, page(run))
     print(f"report: {out}")

@@ -52,8 +52,9 @@ class Run:
         return self.values.get(key)
 
 
-def read_run(path: Path, trace: Path | None = None) -> Run:
+def read_run(path: Path, trace: Path | None = None, plan: Path | None = None) -> Run:
     """The run in `path`, a `run.json` or the directory that holds one. `trace`: a timeline to use instead of its own.
+    `plan`: what `offload plan --json` printed.
 
     Raises:
         ConfigError: no such file, or one of another kind.
@@ -62,6 +63,8 @@ def read_run(path: Path, trace: Path | None = None) -> Run:
     values = _read(file)
     if not isinstance(values, dict) or not all(key in values for key in _NEEDED):
         raise ConfigError(f"expected the run.json of `offload finetune` in {file}, found other JSON")
+    if plan is not None:
+        values["plan"] = _plan(plan)
     if trace is not None:
         return Run(file, values, _timeline(trace))
     noted = values.get("step_trace")
@@ -83,6 +86,15 @@ def _read(path: Path) -> Any:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # JSON's and UTF-8's
         raise ConfigError(f"{path} is not JSON: {error}") from error
+
+
+def _plan(path: Path) -> dict[str, Any]:
+    """A prediction, as `run.json` has it: seconds of a step, and bytes that each tier holds at most."""
+    values = _read(path)
+    if not isinstance(values, dict) or not isinstance(values.get("tiers"), dict) or "step" not in values:
+        raise ConfigError(f"expected what `offload plan --json` prints in {path}, found other JSON")
+    step = (values["step"] or {}).get("seconds")
+    return {"step_s": step, "tiers": {name: tier["peak"] for name, tier in values["tiers"].items()}}
 
 
 def _timeline(path: Path, name: str = "") -> StepTimeline:

@@ -167,6 +167,19 @@ def test_the_figures_show_the_numbers_of_the_run(tmp_path: Path) -> None:
     assert ["wrap.tiers", "['gpu', 'nvme']"] in [[words(c) for c in row] for row in found["settings"].iter("tr")]
 
 
+def test_a_plan_is_compared(tmp_path: Path) -> None:
+    leave(tmp_path, plan=None)
+    plan = {"step": {"seconds": 0.25}, "tiers": {"gpu": {"peak": 5 * MIB, "budget": 6 * MIB}, "cpu": {"peak": 1}}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    run = read_run(tmp_path, plan=tmp_path / "plan.json")
+    assert run["plan"] == {"step_s": 0.25, "tiers": {"gpu": 5 * MIB, "cpu": 1}}
+    root = ElementTree.fromstring(page(run))
+    rows = [[words(cell) for cell in row] for row in root.find(".//section[@id='plan']").iter("tr")]  # type: ignore[union-attr]
+    assert rows[1:] == [["step, seconds", "0.25", "1.0"], ["gpu, bytes", str(5 * MIB), str(63 * MIB)]]
+    (tmp_path / "plan.json").write_text(json.dumps({**plan, "step": None}))
+    assert read_run(tmp_path, plan=tmp_path / "plan.json")["plan"]["step_s"] is None
+
+
 def test_the_timeline_is_that_of_the_last_whole_step(tmp_path: Path) -> None:
     timeline = read_run(leave(tmp_path)).timeline
     assert timeline is not None
@@ -231,6 +244,7 @@ def test_without_matplotlib_there_is_the_page(
         (["other.json"], "expected the run.json"),
         ([".", "--trace", "run.json"], "expected a timeline"),
         ([".", "--trace", "empty.json"], "no whole step"),
+        ([".", "--plan", "run.json"], "expected what `offload plan --json` prints"),
         ([".", "--out", "no/where.html"], "cannot write no/where.html: No such file"),
         ([".", "--out", "report.html", "--no-such"], "--no-such"),
         ([], "RUN"),

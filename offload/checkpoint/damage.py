@@ -6,18 +6,9 @@ import json
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
 
 _CHUNK = 1 << 20
 HEADER = "the header"
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """CRC-32 of the bytes of a host tensor."""
-    values: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return zlib.crc32(values)
 
 
 def where_damaged(path: Path, tensors: Mapping[str, int | None]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from os import PathLike
@@ -10,11 +11,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from offload.checkpoint.files import write_tensors, write_text
+from offload.checkpoint.files import write_text
+from offload.checkpoint.writer import Entry, entry_of, in_files, write_file
 from offload.progress import through
+from offload.sharding.unit import Member, Unit
 from offload.sizes import parse_size
-from offload.training.inspect import read_tensor
-from offload.training.runtime import runtime_of_model
+from offload.training.inspect import weight_pieces
+from offload.training.parameter import OffloadedParameter, ResidentParameter
+from offload.training.runtime import Runtime, runtime_of_model
+from offload.training.state import member_span
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -26,7 +31,7 @@ def save_pretrained(
     master: bool = False,
     max_shard_size: int | str = "2GB",
 ) -> None:
-    """Write a wrapped model as safetensors, one shard in memory at a time, and its configuration if it has one.
+    """Write a wrapped model as safetensors, a few MiB in memory at a time, and its configuration if it has one.
 
     Tied tensors are stored once, under their first name. With ``master``, trained parameters are written as their fp32
     masters, else in the compute dtype. Files are named as ``transformers`` names them: ``model.safetensors``, or
@@ -37,7 +42,7 @@ def save_pretrained(
     runtime.settle()
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    shards = list(_shards(_values(model), master, parse_size(max_shard_size)))
+    shards = list(in_files(_entries(runtime, model, master), parse_size(max_shard_size))) or [[]]
     files = (
         [WEIGHTS]
         if len(shards) == 1
@@ -45,11 +50,10 @@ def save_pretrained(
     )
     where, total = {}, 0
     parts = list(zip(files, shards, strict=True))
-    for file, shard in through("saving", parts, lambda part: sum(value.numel() for value in part[1].values())):
-        tensors = {name: read_tensor(runtime, value, master).contiguous() for name, value in shard.items()}
-        write_tensors(folder / file, tensors)
-        where.update(dict.fromkeys(tensors, file))
-        total += sum(t.numel() * t.element_size() for t in tensors.values())
+    for file, shard in through("saving", parts, lambda part: sum(entry.nbytes for entry in part[1])):
+        write_file(folder / file, shard)
+        where.update(dict.fromkeys((entry.key for entry in shard), file))
+        total += sum(entry.nbytes for entry in shard)
     if len(files) > 1:
         write_text(
             folder / INDEX,
@@ -75,14 +79,19 @@ def _values(model: nn.Module) -> dict[str, torch.Tensor]:
     return out
 
 
-def _shards(values: dict[str, torch.Tensor], master: bool, limit: int) -> Iterator[dict[str, torch.Tensor]]:
-    shard: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, value in values.items():
-        nbytes = value.numel() * (4 if master else value.element_size())
-        if shard and size + nbytes > limit:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = value
-        size += nbytes
-    yield shard
+def _entries(runtime: Runtime, model: nn.Module, master: bool) -> Iterator[Entry]:
+    for name, value in _values(model).items():
+        if not isinstance(value, OffloadedParameter | ResidentParameter):
+            yield entry_of(name, value)
+            continue
+        unit, index = runtime.place_of(value)
+        member = unit.members[index]
+        if master and runtime.state.has(unit, member):
+            pieces = functools.partial(_masters, runtime, unit, member)
+            yield Entry(name, torch.float32, member.slot.shape, pieces)
+        else:
+            yield Entry(name, unit.dtype, member.slot.shape, functools.partial(weight_pieces, runtime, unit, member))
+
+
+def _masters(runtime: Runtime, unit: Unit, member: Member) -> Iterator[torch.Tensor]:
+    return (master for _, master, _, _ in runtime.state.pieces(unit, member_span(member)))

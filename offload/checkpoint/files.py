@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from offload.errors import CheckpointError
 
@@ -26,22 +23,21 @@ def write_aside(path: Path, write: Callable[[Path], None]) -> None:
     sync_directory(path.parent)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """A safetensors file of host tensors. Raises CheckpointError naming the file if the disk refuses."""
-
-    def write(aside: Path) -> None:
-        try:
-            save_file(dict(tensors), aside, metadata={"format": "pt"})
-        except SafetensorError as error:  # which is no OSError, and names no file
-            raise CheckpointError(
-                f"{path} could not be written: {error}; free some space, or choose another disk"
-            ) from error
-
-    write_aside(path, write)
-
-
 def write_text(path: Path, text: str) -> None:
-    write_aside(path, lambda aside: _write_text(aside, text))
+    """A file of text (UTF-8). Raises CheckpointError naming it if the disk refuses."""
+    with naming(path):
+        write_aside(path, lambda aside: _write_text(aside, text))
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An error of the system, which often names no file, says which could not be written."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} could not be written: {error}; free some space, or choose another disk"
+        ) from error
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from contextlib import closing
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
+from offload.checkpoint.dtypes import ALL
 from offload.checkpoint.manifest import Manifest, read_manifest
-from offload.checkpoint.save import named_buffers
+from offload.checkpoint.save import SLOTS, named_buffers
+from offload.checkpoint.shards import Shards, Stored
 from offload.errors import CheckpointError
 from offload.progress import through
-from offload.sharding.unit import Member, Unit
+from offload.sharding.layout import Span
+from offload.sharding.unit import Unit
+from offload.training.moving import fill_home
 from offload.training.optimizer import OffloadedOptimizer
 from offload.training.runtime import Runtime, runtime_of_model
-from offload.training.state import write_moments
+from offload.training.state import member_span
+from offload.training.values import LiveValues
+
+FILES = 4  # that are open at the same time: one for each slot of state, and one to change over
 
 
 def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: OffloadedOptimizer | None = None) -> Any:
@@ -34,14 +42,21 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Offl
     runtime.settle()
     root = Path(path)
     folder, manifest = read_manifest(root)
-    reader = _Reader(folder, manifest)
-    _check_names(root, runtime, model, reader)
-    if optimizer is not None:
-        _check_groups(root, runtime, manifest, optimizer)
+    with closing(_Reader(folder, manifest)) as reader:
+        _check_names(root, runtime, model, reader)
+        if optimizer is not None:
+            _check_groups(root, runtime, manifest, optimizer)
+        _load(runtime, model, optimizer, manifest, reader)
+    return manifest.extra
+
+
+def _load(
+    runtime: Runtime, model: nn.Module, optimizer: OffloadedOptimizer | None, manifest: Manifest, reader: _Reader
+) -> None:
     with torch.no_grad():
         for unit in through("reading the checkpoint", runtime.units, lambda unit: unit.layout.numel):
+            _load_unit(runtime, unit, reader)
             for member in unit.members:
-                _load_member(runtime, unit, member, reader)
                 member.step = manifest.steps.get(member.name, 0)
         for name, buffer in named_buffers(model):
             buffer.copy_(reader.get(f"buffer:{name}"))
@@ -55,29 +70,41 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Offl
     if manifest.python_random is not None:
         version, state, gauss = manifest.python_random
         random.setstate((version, tuple(state), gauss))
-    return manifest.extra
 
 
 class _Reader:
-    """Tensors by key, from whichever file holds them."""
+    """Tensors by key, from whichever file holds them. Close it after use."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self.where = folder, manifest.tensors
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, Shards] = {}
 
     def shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self._file(key).get_slice(key).get_shape())
+        return self._stored(key)[1].shape
 
     def get(self, key: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._file(key).get_tensor(key)
+        """A whole tensor."""
+        shards, stored = self._stored(key)
+        tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        shards.read(stored, 0, tensor.view(-1))
         return tensor
 
-    def _file(self, key: str) -> Any:
+    def read(self, key: str, start: int, out: torch.Tensor) -> None:
+        """Elements from ``start`` on into ``out`` (flat, any dtype and device), as many as it has."""
+        shards, stored = self._stored(key)
+        shards.read(stored, start, out)
+
+    def _stored(self, key: str) -> tuple[Shards, Stored]:
         name = self.where[key]
         if name not in self._open:
-            self._open.clear()  # one file mapped at a time
-            self._open[name] = safe_open(self._folder / name, "pt")
-        return self._open[name]
+            if len(self._open) == FILES:
+                self._open.pop(next(iter(self._open))).close()
+            self._open[name] = Shards(self._folder / name, ALL)
+        return self._open[name], self._open[name].tensors[key]
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
 
 
 def _check_names(root: Path, runtime: Runtime, model: nn.Module, reader: _Reader) -> None:
@@ -112,14 +139,37 @@ def _check_groups(root: Path, runtime: Runtime, manifest: Manifest, optimizer: O
         )
 
 
-def _load_member(runtime: Runtime, unit: Unit, member: Member, reader: _Reader) -> None:
-    if f"weight:{member.name}" in reader.where:
-        member.parameter.copy_(reader.get(f"weight:{member.name}"))
-        if runtime.state.has(unit, member):  # trained here before, and frozen when it was saved: it starts anew
-            zero = torch.zeros(member.slot.shape, device="cpu")
-            write_moments(runtime.state, unit, member, zero, zero)
-        return
-    member.parameter.copy_(reader.get(f"master:{member.name}"))
-    if runtime.state.has(unit, member):
-        moments = (reader.get(f"{kind}:{member.name}") for kind in ("exp_avg", "exp_avg_sq"))
-        write_moments(runtime.state, unit, member, *moments)
+class _Values(LiveValues):
+    """A checkpoint as the source of a unit's weights: masters, rounded on their way, or the weights of frozen ones."""
+
+    def __init__(self, names: Mapping[nn.Parameter, str], reader: _Reader) -> None:
+        self._names, self._reader = names, reader
+
+    def copy(self, parameter: nn.Parameter, start: int, out: torch.Tensor) -> None:
+        self._reader.read(_weights_key(self._names[parameter], self._reader), start, out)
+
+
+def _weights_key(name: str, reader: _Reader) -> str:
+    return f"weight:{name}" if f"weight:{name}" in reader.where else f"master:{name}"
+
+
+def _load_unit(runtime: Runtime, unit: Unit, reader: _Reader) -> None:
+    """Weights, masters and moments, piece by piece."""
+    with runtime.replacing(unit):
+        fill_home(unit, runtime.state.staging, _Values({m.parameter: m.name for m in unit.members}, reader))
+
+    def load(part: Span, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+        for member in unit.members:
+            mine = member_span(member).overlap(part)
+            if mine is None:
+                continue
+            at, start = slice(mine.start - part.start, mine.end - part.start), mine.start - member.slot.offset
+            if f"weight:{member.name}" in reader.where:  # trained here before, and frozen when it was saved
+                reader.read(f"weight:{member.name}", start, master[at])
+                exp_avg[at].zero_()  # it starts anew
+                exp_avg_sq[at].zero_()
+                continue
+            for kind, values in zip(SLOTS, (master, exp_avg, exp_avg_sq), strict=True):
+                reader.read(f"{kind}:{member.name}", start, values[at])
+
+    runtime.state.visit(unit, Span(0, unit.layout.numel), load, write=True)

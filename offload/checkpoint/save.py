@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,27 +15,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.checkpoint.damage import checksum
-from offload.checkpoint.files import make_directory, sync_directory, write_tensors
+from offload.checkpoint.files import make_directory, sync_directory
 from offload.checkpoint.manifest import (
     GENERATION,
     POINTER,
     FileEntry,
     Manifest,
     committed,
-    digest,
     names,
     point_to,
     write_manifest,
 )
+from offload.checkpoint.writer import Entry, TensorFile, Written, entry_of, in_files, write_file
 from offload.errors import ConfigError, OffloadError
 from offload.progress import through
+from offload.sharding.layout import Span
+from offload.sharding.unit import Member, Unit
+from offload.training.inspect import weight_pieces
 from offload.training.optimizer import OffloadedOptimizer
 from offload.training.parameter import OffloadedParameter, ResidentParameter
 from offload.training.runtime import Runtime, runtime_of_model
-from offload.training.state import read_member
+from offload.training.state import member_span
 
-SHARD = 1 << 30  # bytes of tensors in one file, and so about what saving keeps in memory
+SHARD = 1 << 30  # bytes of tensors in one file, unless one is larger
+SLOTS = ("master", "exp_avg", "exp_avg_sq")
 
 
 def save_checkpoint(
@@ -49,7 +54,8 @@ def save_checkpoint(
 
     ``path`` is a directory. What it held stays valid until the new checkpoint is complete and synced; a failure or a
     kill or power cut at any instant leaves the old one. Loads on any other tiers and budgets. The last ``keep``
-    checkpoints stay, the older ones as ``path/gen-NNNNNN``, which loads too.
+    checkpoints stay, the older ones as ``path/gen-NNNNNN``, which loads too. Takes a few MiB of memory, however large
+    the model is: state goes to the files piece by piece.
 
     Raises CheckpointError or OSError if the disk refuses; the old checkpoint is then intact.
     """
@@ -88,22 +94,24 @@ def _write(
     files: list[FileEntry] = []
     where: dict[str, str] = {}
     checksums: dict[str, int] = {}
-    shard: dict[str, torch.Tensor] = {}
 
-    def flush() -> None:
-        if shard:
-            name = f"tensors-{len(files):05d}.safetensors"
-            write_tensors(folder / name, shard)
-            files.append(FileEntry(name, (folder / name).stat().st_size, digest(folder / name)))
-            where.update(dict.fromkeys(shard, name))
-            checksums.update({key: checksum(value) for key, value in shard.items()})
-            shard.clear()
+    def name() -> str:
+        return f"tensors-{len(files):05d}.safetensors"
 
-    for key, value in _tensors(runtime, model):
-        if sum(t.numel() * t.element_size() for t in shard.values()) + value.numel() * value.element_size() > SHARD:
-            flush()
-        shard[key] = value
-    flush()
+    def note(file: str, written: Written) -> None:
+        files.append(FileEntry(file, written.nbytes, written.sha256))
+        where.update(dict.fromkeys(written.checksums, file))
+        checksums.update(written.checksums)
+
+    found = list(_groups(runtime))
+    for group in through("saving the checkpoint", found, _elements):
+        entries = _state_entries(runtime, group)
+        numbers = range(len(files), len(files) + len(entries))
+        names = [f"tensors-{number:05d}.safetensors" for number in numbers]
+        for file, written in zip(names, _write_state(folder, names, entries, runtime, group), strict=True):
+            note(file, written)
+    for others in in_files(_other_entries(runtime, model), SHARD):
+        note(name(), write_file(folder / name(), others))
     members = {id(m.parameter): m for u in runtime.units for m in u.members}
     groups = None
     if optimizer is not None:
@@ -129,22 +137,74 @@ def _write(
     )
 
 
-def _tensors(runtime: Runtime, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the checkpoint by key, one parameter in memory at a time."""
-    for unit in through("saving the checkpoint", runtime.units, lambda unit: unit.layout.numel):
+def _elements(group: Sequence[tuple[Unit, Sequence[Member]]]) -> int:
+    return sum(member.slot.numel for _, members in group for member in members)
+
+
+def _groups(runtime: Runtime) -> Iterator[list[tuple[Unit, list[Member]]]]:
+    """Parameters with state, in runs of which one slot of state makes one file."""
+    group: list[tuple[Unit, list[Member]]] = []
+    size = 0
+    for unit in runtime.units:
         for member in unit.members:
-            found = read_member(runtime.state, unit, member)
-            if found is None:
-                yield f"weight:{member.name}", member.parameter.detach().clone().cpu()
-            else:
-                for kind, value in zip(("master", "exp_avg", "exp_avg_sq"), found, strict=True):
-                    yield f"{kind}:{member.name}", value
+            if not runtime.state.has(unit, member):
+                continue
+            nbytes = member.slot.numel * torch.float32.itemsize
+            if group and size + nbytes > SHARD:
+                yield group
+                group, size = [], 0
+            if not group or group[-1][0] is not unit:
+                group.append((unit, []))
+            group[-1][1].append(member)
+            size += nbytes
+    if group:
+        yield group
+
+
+def _state_entries(runtime: Runtime, group: Sequence[tuple[Unit, Sequence[Member]]]) -> list[list[Entry]]:
+    """By slot of state, a file each: so all are written in one pass over blocks that hold the three."""
+    dtypes = (torch.float32, runtime.state.dtype, runtime.state.dtype)
+    members = [member for _, mine in group for member in mine]
+    return [
+        [Entry(f"{kind}:{m.name}", dtype, m.slot.shape) for m in members]
+        for kind, dtype in zip(SLOTS, dtypes, strict=True)
+    ]
+
+
+def _write_state(
+    folder: Path,
+    names: Sequence[str],
+    entries: Sequence[Sequence[Entry]],
+    runtime: Runtime,
+    group: Sequence[tuple[Unit, Sequence[Member]]],
+) -> list[Written]:
+    with ExitStack() as stack:
+        files = [stack.enter_context(TensorFile(folder / n, e)) for n, e in zip(names, entries, strict=True)]
+        for unit, members in group:
+            span = Span(members[0].slot.offset, members[-1].slot.end - members[0].slot.offset)
+            for part, *state in runtime.state.pieces(unit, span):
+                for member in members:
+                    mine = member_span(member).overlap(part)
+                    if mine is not None:
+                        at = slice(mine.start - part.start, mine.end - part.start)
+                        for kind, values, file in zip(SLOTS, state, files, strict=True):
+                            file.put(f"{kind}:{member.name}", values[at])
+        return [file.commit() for file in files]
+
+
+def _other_entries(runtime: Runtime, model: nn.Module) -> Iterator[Entry]:
+    """Frozen weights, buffers and generators."""
+    for unit in runtime.units:
+        for member in unit.members:
+            if not runtime.state.has(unit, member):
+                pieces = functools.partial(weight_pieces, runtime, unit, member)
+                yield Entry(f"weight:{member.name}", unit.dtype, member.slot.shape, pieces)
     for name, value in named_buffers(model):
-        yield f"buffer:{name}", value.detach().clone().cpu().contiguous()
-    yield "rng:cpu", torch.get_rng_state()
+        yield entry_of(f"buffer:{name}", value)
+    yield entry_of("rng:cpu", torch.get_rng_state())
     device_state = runtime.device.rng_state()
     if device_state is not None:
-        yield "rng:device", device_state
+        yield entry_of("rng:device", device_state)
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

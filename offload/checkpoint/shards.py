@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,23 +19,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from offload.checkpoint.dtypes import DTYPES
 from offload.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PIECE = 1 << 20  # bytes on their way to another dtype or device: all that reading takes of memory
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True)
@@ -56,11 +45,12 @@ class Stored:
 class Shards:
     """The tensors of one ``.safetensors`` file, of an index file, or of a directory that holds either.
 
-    Raises CheckpointError naming the file that is missing, damaged or cut short. Close it after use.
+    Raises CheckpointError naming the file that is missing, damaged or cut short, or that holds others than ``dtypes``
+    (by their names there). Close it after use.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], dtypes: Mapping[str, torch.dtype] = DTYPES) -> None:
+        self.path, self._dtypes = Path(path), dtypes
         self._open: dict[Path, int] = {}
         self._piece = torch.empty(PIECE, dtype=torch.uint8, device="cpu")
         self.tensors: dict[str, Stored] = {}
@@ -157,10 +147,10 @@ class Shards:
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            dtype = _DTYPES.get(entry["dtype"])
+            dtype = self._dtypes.get(entry["dtype"])
             if dtype is None:
                 raise CheckpointError(
-                    f"{file}: {name!r} is stored as {entry['dtype']}; expected one of {', '.join(_DTYPES)}. A "
+                    f"{file}: {name!r} is stored as {entry['dtype']}; expected one of {', '.join(self._dtypes)}. A "
                     "quantised model must be unpacked first"
                 )
             yield Stored(file, name, dtype, tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from offload.sharding.homes import HostHome, SwapHome
+from offload.sharding.unit import Member, Unit
 from offload.training.optimizer import runtime_of
 from offload.training.parameter import OffloadedParameter, ResidentParameter
 from offload.training.runtime import Runtime, runtime_of_model
 from offload.training.state import read_member
 from offload.training.steps import LaneStats, StepStats
+
+PIECE = 4 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,24 @@ def state_dict(model: nn.Module, master: bool = False) -> dict[str, torch.Tensor
             value = copies[id(value)]
         out[name] = value
     return out
+
+
+def weight_pieces(runtime: Runtime, unit: Unit, member: Member) -> Iterator[torch.Tensor]:
+    """The weights of a parameter in the compute dtype, from their home, as flat host tensors of a few MiB at most; each
+    is gone when the next is asked for. Nothing is pending."""
+    size = unit.dtype.itemsize
+    begin, end = member.slot.offset * size, (member.slot.offset + member.slot.numel) * size
+    home, staging = unit.home, runtime.state.staging
+    if isinstance(home, SwapHome) and not unit.keep:
+        assert staging is not None
+        for start in range(begin // staging.nbytes * staging.nbytes, end, staging.nbytes):
+            with staging.borrow() as buffer:
+                home.read(buffer, start).wait()
+                yield buffer[max(begin - start, 0) : end - start].view(unit.dtype)
+        return
+    flat = home.buffer if isinstance(home, HostHome) and not unit.keep else unit.region.flat
+    for start in range(begin, end, PIECE):
+        yield flat[start : min(start + PIECE, end)].cpu().view(unit.dtype)
 
 
 def read_tensor(runtime: Runtime, value: torch.Tensor, master: bool) -> torch.Tensor:

@@ -374,6 +374,26 @@ class Runtime:
         unit.writes += 1
 
     @contextmanager
+    def replacing(self, unit: Unit) -> Iterator[None]:
+        """Inside the context others come to the home of the unit's weights; afterwards they are in compute memory as
+        well, if it was there. Masters are the caller's."""
+        self._residency.hold(unit)
+        try:
+            self._residency.settle(unit)
+            yield
+            self._unfollowed.discard(unit.index)
+            unit.keep = False
+            if self._residency.is_resident(unit):
+                self.parts.transfers.fetch(unit).order_compute()
+            with torch._C.DisableTorchFunctionSubclass():
+                torch.autograd.graph.increment_version([m.parameter for m in unit.members])
+            if unit.pins:
+                self._versions[unit.index] = _versions(unit)
+            unit.writes += 1
+        finally:
+            self._residency.unhold(unit)
+
+    @contextmanager
     def host_weights(self, unit: Unit) -> Iterator[torch.Tensor]:
         """The flat weights of a resident unit where the host can read them, inside the context: a copy, in one of the
         buffers that updates deliver in, unless the host sees compute memory."""

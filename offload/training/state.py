@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -10,6 +11,10 @@ from offload.sharding.homes import ComputeHome, HostHome, SwapHome
 from offload.sharding.layout import Span, blocks
 from offload.sharding.unit import Home, Member, StateBlock, Unit
 from offload.storage.staging import StagingPool
+from offload.storage.ticket import Ticket
+from offload.training.writeback import wait_quietly
+
+_AHEAD = 3  # blocks being read, or looked at
 
 # Called with the span and its master (fp32), exp_avg and exp_avg_sq: slices that may be changed in place.
 Visit = Callable[[Span, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -55,6 +60,52 @@ class StateStore:
             self._call(buffer, block, part, start, fn)
             if write:
                 home.write(buffer).wait()
+
+    def pieces(self, unit: Unit, span: Span) -> Iterator[tuple[Span, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """As :meth:`visit`, for reading only: what comes is gone when the next is asked for. The next block is read
+        meanwhile, if there is a buffer."""
+        blocks = deque(b for b in unit.blocks if b.span.overlap(span))
+        ahead: deque[tuple[StateBlock, torch.Tensor, Ticket]] = deque()
+        staging = self.staging
+        try:
+            while blocks or ahead:
+                while blocks and isinstance(home := blocks[0].home, SwapHome) and len(ahead) < _AHEAD:
+                    assert staging is not None
+                    buffer = staging.take_if_free() if ahead else staging.take()
+                    if buffer is None:
+                        break
+                    try:
+                        ahead.append((blocks[0], buffer, home.read(buffer)))
+                    except BaseException:
+                        staging.release(buffer)
+                        raise
+                    blocks.popleft()
+                if not ahead:
+                    home = blocks[0].home
+                    assert isinstance(home, HostHome | ComputeHome)
+                    yield self._part(blocks.popleft(), home.buffer, span)
+                    continue
+                block, buffer, ticket = ahead[0]
+                ticket.wait()
+                yield self._part(block, buffer, span)
+                ahead.popleft()
+                assert staging is not None
+                staging.release(buffer)
+        finally:
+            for _, buffer, ticket in ahead:
+                wait_quietly(ticket)
+                assert staging is not None
+                staging.release(buffer)
+
+    @staticmethod
+    def _part(
+        block: StateBlock, buffer: torch.Tensor, span: Span
+    ) -> tuple[Span, torch.Tensor, torch.Tensor, torch.Tensor]:
+        part = block.span.overlap(span)
+        assert part is not None
+        start = part.start - block.span.start
+        master, exp_avg, exp_avg_sq = (x[start : start + part.count].cpu() for x in block.parts(buffer))
+        return part, master, exp_avg, exp_avg_sq
 
     @staticmethod
     def _call(buffer: torch.Tensor, block: StateBlock, part: Span, start: int, fn: Visit) -> None:

@@ -329,6 +329,37 @@ for dtype, limit in ((None, 0.45), ("bf16", 0.45)):
     run_checked(code)
 
 
+def test_saving_and_loading_take_a_few_mib_however_large_a_tensor_is(tmp_path: Path) -> None:
+    """A matrix of 64 MiB in fp32, which is 192 MiB of state; and one that is frozen."""
+    code = (
+        RSS
+        + f"""
+from tests.loops import adamw, masters, same_bits, wrap
+folder = {str(tmp_path)!r}
+def made():
+    model = nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.ReLU(), nn.Linear(4096, 4096, bias=False))
+    model[2].requires_grad_(False)
+    return wrap(model, ("gpu", "nvme"), folder, gpu=33 << 20, dtype="bf16")
+model, other = made(), made()
+optimizer, loaded = adamw(model), adamw(other)
+model(torch.ones(1, 4096, dtype=torch.bfloat16)).float().sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+offload.stats(model)
+for run in (
+    lambda: offload.save_checkpoint(folder + "/saved", model, optimizer),
+    lambda: offload.load_checkpoint(folder + "/saved", other, loaded),
+    lambda: offload.save_pretrained(model, folder + "/export"),
+    lambda: offload.save_pretrained(model, folder + "/masters", master=True),
+):
+    assert (more := grown(run)) < 24 << 20, more
+for a, b in zip(masters(model).values(), masters(other).values()):
+    assert same_bits(a, b)
+"""
+    )
+    run_checked(code)
+
+
 def test_steps_take_no_more_memory_with_time(tmp_path: Path) -> None:
     code = (
         RSS

@@ -82,12 +82,13 @@ def files(root: Path) -> list[Path]:
 
 def test_what_a_checkpoint_is(checkpoint: Path) -> None:
     names = [str(path.relative_to(checkpoint)) for path in files(checkpoint)]
-    assert names == [POINTER, "gen-000001/manifest.json", "gen-000001/tensors-00000.safetensors"]
+    tensors = [f"gen-000001/tensors-{number:05d}.safetensors" for number in range(4)]
+    assert names == [POINTER, "gen-000001/manifest.json", *tensors]
     other = wrap(MODEL.model(seed=1))
     assert offload.load_checkpoint(checkpoint, other, adamw(other)) == {"step": 2}
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(6))
 def test_cut_short(root: Path, target: Target, number: int) -> None:
     path = files(root)[number]
     whole = path.read_bytes()
@@ -96,7 +97,7 @@ def test_cut_short(root: Path, target: Target, number: int) -> None:
         target.refuses(root, str(path))
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(6))
 def test_longer_than_it_was(root: Path, target: Target, number: int) -> None:
     path = files(root)[number]
     whole = path.read_bytes()
@@ -105,7 +106,7 @@ def test_longer_than_it_was(root: Path, target: Target, number: int) -> None:
         target.refuses(root, str(path))
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(6))
 def test_any_bit_flipped(root: Path, target: Target, number: int) -> None:
     """Every bit of the pointer; every bit of a byte here and there of what has a checksum."""
     path = files(root)[number]
@@ -117,7 +118,7 @@ def test_any_bit_flipped(root: Path, target: Target, number: int) -> None:
             target.refuses(root, str(path))
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(6))
 def test_missing(root: Path, target: Target, number: int) -> None:
     path = files(root)[number]
     path.unlink()

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import offload
-from offload.checkpoint import files
+from offload.checkpoint.writer import TensorFile
 from offload.errors import CheckpointError
 from tests.loops import adamw, assert_same, masters, train, wrap
 from tests.models import MLP_TASK
@@ -38,7 +38,7 @@ class Disk:
         self.now_names: dict[int, dict[str, int]] = {}
         self._held: dict[int, int] = {}  # an open file keeps its number from being used again
         self.calls: list[str] = []
-        for owner, name in ((os, "replace"), (os, "mkdir"), (os, "unlink"), (os, "rmdir"), (files, "save_file")):
+        for owner, name in ((os, "replace"), (os, "mkdir"), (os, "unlink"), (os, "rmdir"), (TensorFile, "finish")):
             patch.setattr(owner, name, self._watched(name, getattr(owner, name)))
         patch.setattr(Path, "write_text", self._watched("write_text", Path.write_text))
         patch.setattr(os, "fsync", self._watched("fsync", self._fsync))
@@ -132,6 +132,6 @@ def test_a_whole_checkpoint_after_a_cut_at_any_instant(tmp_path: Path, monkeypat
                 quiet.setattr(disk, "_cutting", True)
                 cut(disk)
         disk.close()
-    assert {"replace", "mkdir", "unlink", "rmdir", "save_file", "write_text", "fsync"} <= set(disk.calls)
+    assert {"replace", "mkdir", "unlink", "rmdir", "finish", "write_text", "fsync"} <= set(disk.calls)
     assert cuts > 300
     assert found >= {(n, n) for n in range(1, 5)} | {(n, n + 1) for n in range(4)}

@@ -16,6 +16,7 @@ import torch
 
 import offload
 from offload.checkpoint import files, manifest, save
+from offload.checkpoint.writer import TensorFile, entry_of, write_file
 from offload.errors import CheckpointError, ConfigError
 from tests.loops import adamw, assert_same, masters, train, wrap
 from tests.models import MLP_TASK
@@ -35,7 +36,8 @@ class Operations:
             (os, "unlink"),
             (os, "stat"),
             (os, "listdir"),
-            (files, "save_file"),
+            (TensorFile, "put"),
+            (TensorFile, "finish"),
             (shutil, "rmtree"),
         ):
             patch.setattr(owner, name, self._watched(name, getattr(owner, name)))
@@ -90,7 +92,7 @@ def test_each_operation_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         total = len(operations.seen)
         assert total > 20
         kinds = set(operations.seen)
-        assert {"replace", "fsync", "open", "mkdir", "save_file", "write_text", "rmtree"} <= kinds
+        assert {"replace", "fsync", "open", "mkdir", "put", "finish", "write_text", "rmtree"} <= kinds
         promised, replaced, kept = 0, 0, 0
         for number in range(1, total + 1):
             next_version(number)
@@ -124,16 +126,17 @@ def test_everything_is_synced_before_it_counts(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as patch:
         operations = Operations(patch)
         offload.save_checkpoint(tmp_path, model)
-    steps = [name for name in operations.seen if name in ("save_file", "write_text", "fsync", "replace")]
+    steps = [name for name in operations.seen if name in ("finish", "write_text", "fsync", "replace")]
     one = ["fsync", "replace", "fsync"]
-    assert steps == ["fsync", "save_file", *one, "write_text", *one, "fsync", "write_text", *one]
+    files = ["finish", *one] * 4  # masters, two slots of state, the rest
+    assert steps == ["fsync", *files, "write_text", *one, "fsync", "write_text", *one]
 
 
 def test_the_first_save_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then there is no checkpoint, and an error says so."""
     model = wrap(MLP_TASK.model())
     with monkeypatch.context() as patch:
-        patch.setattr(files, "save_file", lambda *a, **k: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        patch.setattr(TensorFile, "put", lambda *a, **k: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         with pytest.raises(OSError, match="full"):
             offload.save_checkpoint(tmp_path / "ck", model)
     assert os.listdir(tmp_path / "ck") == []
@@ -245,9 +248,9 @@ def test_a_file_is_written_aside(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
-        raise files.SafetensorError("No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files, "save_file", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CheckpointError, match=r"file\.safetensors could not be.*No space left.*free some space"):
-        files.write_tensors(tmp_path / "file.safetensors", {"x": torch.ones(1)})
+        write_file(tmp_path / "file.safetensors", [entry_of("x", torch.ones(1))])
     assert os.listdir(tmp_path) == []

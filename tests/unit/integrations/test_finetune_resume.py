@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("transformers")
 
 import offload
-from offload.checkpoint import files
+from offload.checkpoint.writer import TensorFile
 from offload.errors import CheckpointError, ConfigError, WriteBudgetError
 from offload.integrations.finetune import FinetuneRun
 from offload.integrations.finetune_config import FinetuneConfig
@@ -149,15 +149,14 @@ def test_a_disk_that_is_full_now_and_then(
 ) -> None:
     """Training goes on, what was there stays, and the run ends as ever."""
     _, want = finish(settings(tmp_path, out=tmp_path / "whole"))
-    real, calls = files.save_file, itertools.count(1)
+    real, calls = TensorFile.finish, itertools.count(1)
 
-    def full(tensors: Any, path: Path, **options: Any) -> None:
-        if "checkpoint" in str(path) and next(calls) in (1, 3):
-            path.write_bytes(b"half")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        real(tensors, path, **options)
+    def full(self: TensorFile) -> None:
+        if "checkpoint" in str(self._path) and next(calls) in (1, 6):  # the first of four files of a save
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        real(self)
 
-    monkeypatch.setattr(files, "save_file", full)
+    monkeypatch.setattr(TensorFile, "finish", full)
     config = settings(tmp_path, save_every=2)
     _, got = finish(config)
     told = capsys.readouterr().err  # although quiet

@@ -143,6 +143,10 @@ class WrapConfig:
         device: device that computes ("cuda:0", "cpu", ...); None: the accelerator if there is one, else the CPU.
         activations: where saved activations go; None (they stay with the compute tier) is the only choice so far.
         zero_stage: 1, 2 or 3: what is sharded over ranks. With one rank all are the same.
+        reduce_dtype: dtype in which gradients cross the network (they are added in float32); None: that of the host
+            gradients.
+        sync_module_states: whether the ranks begin with the weights and buffers of the first one. If not, different
+            ones are an error.
         pin: page-lock host buffers; None: where an accelerator gains by it. Without an accelerator it has no effect.
         threads: threads of the native kernels; None: as many as this process has CPUs.
         prefetch_units: units fetched ahead of use (0: none), as far as there is room; None: 4.
@@ -164,6 +168,8 @@ class WrapConfig:
     device: str | None = None
     activations: str | None = None
     zero_stage: int = 3
+    reduce_dtype: torch.dtype | None = None
+    sync_module_states: bool = True
     pin: bool | None = None
     threads: int | None = None
     prefetch_units: int | None = None
@@ -176,6 +182,7 @@ class WrapConfig:
         put(self, "swap_dirs", _swap_dirs(self.swap_dirs))
         put(self, "dtype", _dtype("dtype", self.dtype))
         put(self, "grad_dtype", _dtype("grad_dtype", self.grad_dtype))
+        put(self, "reduce_dtype", _dtype("reduce_dtype", self.reduce_dtype))
         put(self, "state_dtype", state_dtype(self.state_dtype))
         put(self, "device", _device(self.device))
         self._check_tiers_against_the_rest()
@@ -187,7 +194,8 @@ class WrapConfig:
             _whole("threads", self.threads, 1, 4096, "None or a number of threads from 1 to 4096")
         if self.prefetch_units is not None:
             _whole("prefetch_units", self.prefetch_units, 0, 1 << 20, "None or a number of units from 0 on")
-        for name, choices in (("pin", (None, True, False)), ("poison", (True, False))):
+        flags = (True, False)
+        for name, choices in (("pin", (None, *flags)), ("poison", flags), ("sync_module_states", flags)):
             value = getattr(self, name)
             if (value is not None and not isinstance(value, bool)) or value not in choices:
                 raise ConfigError(f"expected {name} to be one of {choices}, found {value!r}")

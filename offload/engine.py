@@ -15,15 +15,17 @@ from torch import nn
 from offload import native
 from offload.checkpoint.sources import Source, open_source
 from offload.config import WrapConfig
-from offload.errors import ConfigError, OffloadError
+from offload.errors import OffloadError
 from offload.integrations.checkpoint_keys import key_rules
 from offload.lanes import Lanes, warn_once
 from offload.planning.hardware import budgets_for
 from offload.planning.memory import (
     DELIVERY_BUFFERS,
+    WHOLE_GRADIENTS,
     MemoryPlan,
     budgets_with_less_disk,
     plan_memory,
+    reduction_bytes,
     trainable_blocks,
     with_compute_dtype,
 )
@@ -32,6 +34,7 @@ from offload.sharding.allocation import Allocation
 from offload.sharding.homes import ComputeHome, SwapHome
 from offload.sharding.layout import padded
 from offload.sharding.pieces import record_bytes
+from offload.sharding.ranks import Ranks, local_ranks, open_ranks
 from offload.sharding.unit import Member, State, Unit
 from offload.sizes import PAGE, format_size, round_up
 from offload.storage.device import Device, total_compute_memory
@@ -41,14 +44,17 @@ from offload.storage.swap import SwapSpace
 from offload.storage.tiers import Tier
 from offload.storage.wear import WriteMeter
 from offload.storage.worker import Worker
+from offload.training.agreeing import agree
+from offload.training.checking import check_model
 from offload.training.delivery import Delivery
+from offload.training.gathered import GatheredResidency
 from offload.training.gradients import GradientBuffer, GradientMemory, Gradients, gradient_dtype
 from offload.training.hooks import attach
 from offload.training.moving import copy_values, fill_home, give_back, move_in, move_out, originals
 from offload.training.optimizer import refuse_foreign
-from offload.training.parameter import OffloadedParameter, ResidentParameter
 from offload.training.parts import Parts
 from offload.training.readahead import ReadAhead
+from offload.training.reduction import ReducedGradients, ReductionMemory
 from offload.training.residency import Residency
 from offload.training.runtime import Runtime, attached, runtime_of_model
 from offload.training.spill import ARRIVING_BUFFERS, READING_BUFFERS, Spill, SpilledBuffer
@@ -74,6 +80,8 @@ def wrap(
     weights: str | PathLike[str] | None = None,
     strict: bool = True,
     grad_dtype: torch.dtype | str | None = None,
+    mesh: Any | None = None,
+    zero_stage: int | None = None,
     config: str | PathLike[str] | WrapConfig | None = None,
     **settings: Any,
 ) -> Model:
@@ -94,6 +102,10 @@ def wrap(
             itself, unit by unit.
         strict: whether names that are missing in ``weights``, or that the model does not have, are an error.
         grad_dtype: dtype in which gradients are kept; default the compute dtype, fp32 for fp16.
+        mesh: a DeviceMesh of the ranks that train together: one dimension (training state is split over it), or two
+            (copies, and what it is split over). Default: all ranks of the default process group; see docs/zero.md.
+        zero_stage: 1, 2 or 3: whether optimizer state, also gradients, or also weights are split over the ranks.
+            Default 3.
         config: a TOML file (as from ``offload tune``) or :class:`offload.config.WrapConfig` with the same settings.
             Arguments win over the environment, and that over the file.
         settings: further fields of :class:`offload.config.WrapConfig`, as ``state_dtype="bf16"``: moments in 2 bytes
@@ -103,6 +115,7 @@ def wrap(
         ConfigError, BudgetError: before anything has moved, with what would do.
         SwapError: a swap directory cannot be used, or has not enough room.
         CheckpointError: the weights are not those of this model, or not whole; its parameters are on meta as before.
+        RankMismatchError: the ranks disagree about the model or the settings, or not all of them came.
     """
     ready = device if isinstance(device, Device) else None
     chosen = WrapConfig.make(
@@ -113,18 +126,26 @@ def wrap(
         dtype=dtype,
         device=None if ready else device,
         grad_dtype=grad_dtype,
+        zero_stage=zero_stage,
         **settings,
     )
-    _check_model(model)
+    if isinstance(model, nn.Module) and model in attached:
+        raise OffloadError("this model is wrapped already; call offload.unwrap(model) before wrapping it anew")
+    check_model(model)
     trace_as_environment_says()
     lanes = Lanes()
     source = open_source(model, weights, key_rules(model), strict)
     try:
         compute = ready or open_device(chosen.device, lanes, chosen.poison)
         try:
-            runtime = _Builder(
-                model, with_compute_dtype(chosen, compute.torch_device.type != "cpu"), compute, lanes, source
-            ).build()
+            settled = with_compute_dtype(chosen, compute.torch_device.type != "cpu")
+            ranks = open_ranks(settled.zero_stage, mesh, compute.host_visible, lanes)
+            try:
+                agree(model, settled, compute, ranks)
+                runtime = _Builder(model, settled, compute, lanes, source, ranks).build()
+            except BaseException:
+                ranks.close()
+                raise
         except BaseException:
             if ready is None:
                 compute.close()
@@ -160,61 +181,23 @@ def unwrap(model: Model) -> Model:
     return model
 
 
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
-        raise NotImplementedError(
-            f"this release trains on one rank, found a process group of {torch.distributed.get_world_size()}: "
-            "gradients would not be averaged, and every rank would learn something else. Start a single process"
-        )
-    if model in attached:
-        raise OffloadError("this model is wrapped already; call offload.unwrap(model) before wrapping it anew")
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ConfigError(
-                f"module {name!r} is a ScriptModule, which takes no hooks; use the Python module it came from"
-            )
-    named = list(model.named_parameters())
-    if not named:
-        raise ConfigError("model: expected a module with parameters, found none; there is nothing to offload")
-    starts: dict[int, str] = {}
-    for name, parameter in named:
-        if isinstance(parameter, OffloadedParameter | ResidentParameter):
-            raise OffloadError(f"parameter {name!r} belongs to another wrapped model; unwrap that one first")
-        if type(parameter) is not nn.Parameter:
-            raise ConfigError(
-                f"parameter {name!r}: expected a torch.nn.Parameter, found {type(parameter).__name__}; "
-                "run lazy modules once, and merge parametrizations or quantised weights, before wrapping"
-            )
-        if parameter.grad is not None:
-            raise OffloadError(f"parameter {name!r} has a gradient already; call model.zero_grad() before wrapping")
-        if parameter.layout is not torch.strided or parameter.is_complex():
-            raise ConfigError(f"parameter {name!r}: expected a dense real tensor, found {parameter.layout}")
-        if parameter.numel() and not parameter.is_meta:
-            first = starts.setdefault(parameter.data_ptr(), name)
-            if first != name:
-                raise ConfigError(
-                    f"parameters {first!r} and {name!r} share memory without being one parameter, and would come "
-                    "apart; tie them (b.weight = a.weight), or give each memory of its own (.data = .data.clone())"
-                )
-
-
 class _Builder:
     """Plans first (nothing has moved when that refuses), then moves unit by unit."""
 
-    def __init__(self, model: nn.Module, config: WrapConfig, device: Device, lanes: Lanes, values: Source) -> None:
+    def __init__(
+        self, model: nn.Module, config: WrapConfig, device: Device, lanes: Lanes, values: Source, ranks: Ranks
+    ) -> None:
         self._model, self._config, self._device, self._lanes, self._values = model, config, device, lanes, values
+        self._ranks = ranks
         first = itertools.accumulate((padded(p.numel()) for p in model.parameters()), initial=0)
         self._numbers = dict(zip(model.parameters(), first, strict=False))  # see Note [Numbers of elements]
 
     def build(self) -> Runtime:
-        budgets = budgets_for(self._config, total_compute_memory(self._device))
-        plan = plan_memory(self._model, self._config, budgets, self._device.host_visible, self._values.nbytes)
+        sharing = 1 if self._ranks.alone else local_ranks()
+        budgets = self._ranks.least(budgets_for(self._config, total_compute_memory(self._device), sharing))
+        visible = self._device.host_visible
+        plan = plan_memory(self._model, self._config, budgets, visible, self._values.nbytes, self._ranks.split)
+        self._ranks.call_units([unit.name for unit in plan.cut.units])
         if self._config.threads is not None:
             native.set_threads(self._config.threads)
         # These refuse what the environment cannot have.
@@ -240,16 +223,9 @@ class _Builder:
                 parts.close()
             raise
         parts.pinned = bool(allocation.locked)
-        memory = GradientMemory(allocation.gradient)
-        parts.gradients = Gradients(
-            self._device,
-            [
-                self._gradients(unit, tier, memory, allocation, spill)
-                for unit, tier in zip(parts.units, plan.placement.gradients, strict=True)
-            ],
-            parts.steps.waiting,
-            spill,
-        )
+        parts.gradients = self._gradients(parts, plan, allocation, spill)
+        if isinstance(parts.residency, GatheredResidency):
+            parts.residency.window = tiers["gpu"].free
         runtime = Runtime(parts)
         runtime.handles = attach(runtime, self._model, plan.cut.users)
         self._move_buffers()
@@ -296,21 +272,25 @@ class _Builder:
         staging = (
             allocation.pool(plan.staging_buffers(), plan.largest_block(), poison) if plan.placement.staged else None
         )
-        delivery = None if device.host_visible else allocation.pool(DELIVERY_BUFFERS, plan.largest_weights(), poison)
+        delivered = plan.delivered(device.host_visible)
+        delivery = allocation.pool(DELIVERY_BUFFERS, delivered, poison) if delivered else None
         buffers = () if staging is None else staging.buffers + (() if spill is None else spill.buffers)
         if buffers and backend is not None and (why := backend.register(buffers)):
             log.debug("staging buffers are not registered with the kernel: %s", why)
         read_ahead = ReadAhead(staging)
-        transfers = Transfers(device, staging)
+        ranks = self._ranks
+        transfers = Transfers(device, staging, ranks)
         units: list[Unit] = []
         depth = PREFETCH if config.prefetch_units is None else config.prefetch_units
         steps = StepMeter(self._lanes, device)
-        residency = Residency(units, tiers["gpu"], transfers, depth, eager_release=config.poison, waiting=steps.waiting)
+        kind = GatheredResidency if any(plan.placement.sharded) else Residency
+        residency = kind(units, tiers["gpu"], transfers, depth, eager_release=config.poison, waiting=steps.waiting)
         update_thread = Worker("offload-update")
 
         def close() -> None:
             residency.stop()
             update_thread.close()
+            ranks.close()
             transfers.close()
             device.drain()
             allocation.unlock()
@@ -325,10 +305,11 @@ class _Builder:
             device=device,
             tiers=tiers,
             lanes=self._lanes,
+            ranks=ranks,
             residency=residency,
             transfers=transfers,
             gradients=Gradients(device, []),
-            state=StateStore(allocation.one_more_state_block, staging, config.state_dtype, read_ahead.forget),
+            state=StateStore(allocation.one_more_state_block, staging, config.state_dtype, read_ahead.forget, ranks),
             read_ahead=read_ahead,
             delivery_buffers=delivery,
             delivery=Delivery(device, residency, delivery, tiers["cpu"]),
@@ -343,16 +324,26 @@ class _Builder:
         unit_plan, layout = plan.cut.units[index], plan.layouts[index]
         slots = zip(unit_plan.parameters, unit_plan.names, layout.slots, strict=True)
         members = [Member(parameter, name, slot, self._numbers[parameter]) for parameter, name, slot in slots]
-        nbytes = layout.numel * unit_plan.dtype.itemsize
+        split, size = self._ranks.split, unit_plan.dtype.itemsize
+        sharded = index < len(plan.placement.sharded) and plan.placement.sharded[index]
+        share = layout.share(split)
+        nbytes = layout.numel * size
         tile = plan.demand.units[index].tile
         where = plan.placement.weights[index]
-        home = allocation.home(where, nbytes, "weights", unit_plan.name, granule=PAGE if tile else None)
-        region = home.region if isinstance(home, ComputeHome) else self._device.region(max(round_up(nbytes), PAGE))
+        kept = share.count * size if sharded else nbytes
+        home = allocation.home(where, kept, "weights", unit_plan.name, granule=PAGE if tile or sharded else None)
+        stays = isinstance(home, ComputeHome) and not sharded
+        region = (
+            home.region if isinstance(home, ComputeHome) and stays else self._device.region(max(round_up(nbytes), PAGE))
+        )
         unit = Unit(index, unit_plan.name, unit_plan.dtype, layout, members, region, home)
+        unit.share, unit.sharded = share, sharded
         unit.state = State.RESIDENT if unit.permanent else State.AWAY
         unit.tile = tile
         fill_home(unit, state.staging, self._values)
-        spans = trainable_blocks(unit_plan, layout)
+        for member in members:
+            member.trained = member.parameter.requires_grad
+        spans = trainable_blocks(unit_plan, layout, split)
         for span, tier in zip(spans, plan.placement.blocks[index], strict=True):
             record = allocation.home(tier, span.count * state_bytes(state.dtype), "optimizer state", unit.name)
             state.create(unit, span, record, lambda part, out: copy_values(members, part, out, self._values))
@@ -368,17 +359,28 @@ class _Builder:
         reading = allocation.pool(READING_BUFFERS, plan.piece, poison)
         return Spill(self._device, arriving, reading, host)
 
-    def _gradients(
-        self, unit: Unit, tier: str, memory: GradientMemory, allocation: Allocation, spill: Spill | None
-    ) -> GradientBuffer | SpilledBuffer:
-        dtype = gradient_dtype(unit.dtype, self._config.grad_dtype)
-        if tier == "nvme":
-            home = allocation.home(tier, record_bytes(unit.layout, dtype.itemsize), "gradients", unit.name, PAGE)
-            assert isinstance(home, SwapHome)
-            assert spill is not None
-            return SpilledBuffer(unit, dtype, home, spill)
-        place = tier, unit.layout.numel * dtype.itemsize
-        return GradientBuffer(unit, dtype, lambda: memory.take(*place), lambda buffer: memory.give(*place, buffer))
+    def _gradients(self, parts: Parts, plan: MemoryPlan, allocation: Allocation, spill: Spill | None) -> Gradients:
+        config, ranks, waiting = self._config, self._ranks, parts.steps.waiting
+        homes = list(zip(parts.units, plan.placement.gradients, strict=True))
+        dtypes = [gradient_dtype(unit.dtype, config.grad_dtype) for unit in parts.units]
+        if not ranks.alone:
+            received, total, unreduced = reduction_bytes(plan.cut, plan.layouts, config, ranks.split)
+            memory = ReductionMemory(allocation, received, total, unreduced // WHOLE_GRADIENTS, WHOLE_GRADIENTS)
+            shares = [memory.share(*home, dtype, ranks.split) for home, dtype in zip(homes, dtypes, strict=True)]
+            return ReducedGradients(self._device, shares, ranks, config.reduce_dtype, memory, waiting)
+        flat = GradientMemory(allocation.gradient)
+
+        def buffer(unit: Unit, tier: str, dtype: torch.dtype) -> GradientBuffer | SpilledBuffer:
+            if tier == "nvme":
+                home = allocation.home(tier, record_bytes(unit.layout, dtype.itemsize), "gradients", unit.name, PAGE)
+                assert isinstance(home, SwapHome)
+                assert spill is not None
+                return SpilledBuffer(unit, dtype, home, spill)
+            place = tier, unit.layout.numel * dtype.itemsize
+            return GradientBuffer(unit, dtype, lambda: flat.take(*place), lambda buffer: flat.give(*place, buffer))
+
+        buffers = [buffer(*home, dtype) for home, dtype in zip(homes, dtypes, strict=True)]
+        return Gradients(self._device, buffers, waiting, spill)
 
     def _move_buffers(self) -> None:
         """Buffers keep their dtype and go where compute is."""

@@ -101,12 +101,13 @@ def _lines(path: Path) -> list[str]:
 
 
 def default_budgets(
-    tiers: Sequence[str], swap_dirs: Sequence[str | Path] = (), compute_total: int | None = None
+    tiers: Sequence[str], swap_dirs: Sequence[str | Path] = (), compute_total: int | None = None, sharing: int = 1
 ) -> dict[str, int]:
     """Bytes for each of `tiers`: what is free, less a margin for everything that is not ours.
 
     Args:
         compute_total: bytes free on the accelerator; None: there is none, and tier "gpu" lies in host memory.
+        sharing: processes that share this host's memory and disks evenly.
 
     With an accelerator, "gpu" is what is free there less 10 % (at least 512 MiB) for activations' sake and "cpu" what
     is available of host memory less 20 % (at least 1 GiB). Without, both share that host memory: "gpu" gets half of
@@ -114,7 +115,7 @@ def default_budgets(
     directories' file systems less 5 % (at least 1 GiB), each file system counted once.
     """
     budgets: dict[str, int] = {}
-    available = available_memory()
+    available = available_memory() // sharing
     share = _less(available, 0.20, _GIB)
     for tier in tiers:
         if tier == "gpu":
@@ -125,18 +126,18 @@ def default_budgets(
         elif tier == "cpu":
             budgets[tier] = share if compute_total is not None else share - budgets.get("gpu", 0)
         elif tier == "nvme":
-            budgets[tier] = _room(swap_dirs)
+            budgets[tier] = _room(swap_dirs) // sharing
         else:
             raise ConfigError(f"expected tiers among 'gpu', 'cpu', 'nvme', found {tier!r}")
     return budgets
 
 
-def budgets_for(config: WrapConfig, compute_total: int | None) -> dict[str, int]:
+def budgets_for(config: WrapConfig, compute_total: int | None, sharing: int = 1) -> dict[str, int]:
     """Bytes by tier: what was given, and for the rest what is free. ``cpu`` is always among them, since gradients and
-    staging buffers are there in any case. ``compute_total`` as for :func:`default_budgets`."""
+    staging buffers are there in any case. ``compute_total`` and ``sharing`` as for :func:`default_budgets`."""
     given = {t: b for t, b in config.budgets.as_dict().items() if b is not None}
-    free = default_budgets(config.tiers, config.swap_dirs, compute_total)
-    host = default_budgets(("gpu", "cpu"), (), compute_total)
+    free = default_budgets(config.tiers, config.swap_dirs, compute_total, sharing)
+    host = default_budgets(("gpu", "cpu"), (), compute_total, sharing)
     if compute_total is None and "gpu" in given:  # both are host memory: what one is given, the other has not
         host["cpu"] = max(0, host["gpu"] + host["cpu"] - given["gpu"])
     budgets = {**free, "cpu": host["cpu"], **given}

@@ -12,7 +12,7 @@ from torch import nn
 
 from offload.config import WrapConfig
 from offload.errors import ConfigError
-from offload.sharding.layout import FlatLayout, Span, blocks, flat_layout
+from offload.sharding.layout import ALONE, FlatLayout, Span, Split, blocks, flat_layout
 from offload.sharding.partition import Partition, UnitPlan, partition
 from offload.sharding.pieces import largest_piece, record_bytes
 from offload.sharding.placement import Demand, DoesNotFit, Placement, UnitSize, at_least, place
@@ -72,8 +72,9 @@ class MemoryPlan:
         """Bytes under one checksum of a record on disk; a staging buffer holds a whole number of them."""
         return _granule(self.largest_block())
 
-    def largest_weights(self) -> int:
-        return _largest_weights(self.demand.units)
+    def delivered(self, host_visible: bool) -> int:
+        """Bytes of a buffer in which new weights wait to be brought home; 0 where they need none."""
+        return _delivered(self.demand.units, host_visible)
 
 
 def plan_memory(
@@ -82,28 +83,35 @@ def plan_memory(
     budgets: Mapping[str, int],
     host_visible: bool,
     loading: _Loading = lambda parameters: 0,
+    split: Split = ALONE,
 ) -> MemoryPlan:
     """Cut ``model`` into units and place them. ``host_visible``: compute memory is host memory. ``loading``: the bytes
-    of host memory that parameters take while their first values are made.
+    of host memory that parameters take while their first values are made. ``split``: over which ranks; the plan is
+    that of one of them.
 
     Raises ConfigError for a dtype that cannot train, and BudgetError where it does not fit, with the smallest budgets
     that would do. Reads shapes only.
     """
     try:
-        return _plan(model, config, budgets, host_visible, loading)
+        return _plan(model, config, budgets, host_visible, loading, split)
     except DoesNotFit as error:
-        smallest = _that_would_do(model, config, error.smallest, host_visible, loading)
+        smallest = _that_would_do(model, config, error.smallest, host_visible, loading, split)
         raise DoesNotFit(error.why, error.found, smallest) from None
 
 
 def _that_would_do(
-    model: nn.Module, config: WrapConfig, smallest: Mapping[str, int], host_visible: bool, loading: _Loading
+    model: nn.Module,
+    config: WrapConfig,
+    smallest: Mapping[str, int],
+    host_visible: bool,
+    loading: _Loading,
+    split: Split,
 ) -> dict[str, int]:
     """Budgets that are accepted: other budgets cut the model into other units, which may need a little more."""
     budgets = _as_shown(smallest)
     for _ in range(_ATTEMPTS):
         try:
-            _plan(model, config, budgets, host_visible, loading)
+            _plan(model, config, budgets, host_visible, loading, split)
             break
         except DoesNotFit as error:
             again = _as_shown(error.smallest)
@@ -116,13 +124,21 @@ def _as_shown(budgets: Mapping[str, int]) -> dict[str, int]:
 
 
 def _plan(
-    model: nn.Module, config: WrapConfig, budgets: Mapping[str, int], host_visible: bool, loading: _Loading
+    model: nn.Module,
+    config: WrapConfig,
+    budgets: Mapping[str, int],
+    host_visible: bool,
+    loading: _Loading,
+    split: Split,
 ) -> MemoryPlan:
     budgets = {"cpu": sys.maxsize, **budgets}  # where cpu is no tier, what gradients need there is not in question
-    cut = partition(model, config.dtype, budgets["gpu"] // PAGE * PAGE)
+    padding = 0 if split.ranks == 1 else split.ranks * PAGE  # of a unit, so that all shares are equal
+    cut = partition(model, config.dtype, budgets["gpu"] // PAGE * PAGE - padding)
     _check_dtypes(cut)
-    layouts = tuple(flat_layout(tuple(p.shape) for p in plan.parameters) for plan in cut.units)
-    units = tuple(_size(p, layout, config, budgets["gpu"]) for p, layout in zip(cut.units, layouts, strict=True))
+    layouts = tuple(
+        flat_layout((tuple(p.shape) for p in plan.parameters), _multiple(plan, split)) for plan in cut.units
+    )
+    units = tuple(_size(p, layout, config, budgets["gpu"], split) for p, layout in zip(cut.units, layouts, strict=True))
     per_element = state_bytes(config.state_dtype)
     piece, largest = _largest_gradient(cut, layouts, config)
     any_block = max((round_up(b.count * per_element) for b in _possible_blocks(cut, layouts)), default=PAGE)
@@ -131,11 +147,12 @@ def _plan(
         together=tuple(tuple(needed) for needed in [*(needed for _, needed in cut.users), *cut.together]),
         staging=STAGING_BUFFERS * any_block,
         # New weights that have no other place than the host while their update runs.
-        delivery=(0 if host_visible else DELIVERY_BUFFERS * _largest_weights(units))
-        + sum(u.weights for u in units if u.tile),
+        delivery=DELIVERY_BUFFERS * _delivered(units, host_visible) + sum(u.weights for u in units if u.tile),
         loading=max(loading(p.parameters) for p in cut.units),
         # And a whole one, or two where autograd adds them up in host memory, see docs/decisions/0004.
-        spill=SPILL_BUFFERS * piece + (2 if host_visible else 1) * largest,
+        spill=SPILL_BUFFERS * piece + (2 if host_visible else 1) * largest if split.alone else 0,
+        may_spill=split.alone,
+        reducing=sum(reduction_bytes(cut, layouts, config, split)),
         notes=sum(
             note_bytes(nbytes, granule)
             for size in units
@@ -146,9 +163,36 @@ def _plan(
     return MemoryPlan(cut, layouts, demand, place(demand, config.tiers, budgets), piece, may_grow)
 
 
-def trainable_blocks(plan: UnitPlan, layout: FlatLayout) -> tuple[Span, ...]:
-    """The blocks of optimizer state of a unit: those of its parameters that require a gradient."""
-    return blocks(s for p, s in zip(plan.parameters, layout.slots, strict=True) if p.requires_grad)
+def trainable_blocks(plan: UnitPlan, layout: FlatLayout, split: Split = ALONE) -> tuple[Span, ...]:
+    """The blocks of optimizer state of a unit that are this rank's: of its parameters that require a gradient."""
+    trained = (s for p, s in zip(plan.parameters, layout.slots, strict=True) if p.requires_grad)
+    return blocks(trained, share=layout.share(split))
+
+
+def _multiple(plan: UnitPlan, split: Split) -> int:
+    """What a unit is padded to, in elements, so that each rank's share begins at a page and can be read from disk."""
+    return 1 if split.ranks == 1 else split.ranks * PAGE // min(plan.dtype.itemsize, PAGE)
+
+
+WHOLE_GRADIENTS = 3  # of a unit: one being filled, two being averaged
+
+
+def reduction_bytes(
+    cut: Partition, layouts: Sequence[FlatLayout], config: WrapConfig, split: Split
+) -> tuple[int, int, int]:
+    """Host bytes for averaging gradients over ranks: what is received, the fp32 sum, and gradients of whole units that
+    are not averaged yet (in stage 1 these stay, as gradients)."""
+    if split.alone:
+        return 0, 0, 0
+    received = total = whole = 0
+    for plan, layout in zip(cut.units, layouts, strict=True):
+        if any(p.requires_grad for p in plan.parameters):
+            kept = gradient_dtype(plan.dtype, config.grad_dtype)
+            wire = config.reduce_dtype or kept
+            received = max(received, round_up(layout.numel * wire.itemsize))
+            total = max(total, round_up(layout.share(split).count * torch.float32.itemsize))
+            whole = max(whole, round_up(layout.numel * kept.itemsize))
+    return received, total, 0 if split.stage == 1 else WHOLE_GRADIENTS * whole
 
 
 def tile_bytes(plan: UnitPlan, budget: int) -> int:
@@ -156,16 +200,19 @@ def tile_bytes(plan: UnitPlan, budget: int) -> int:
     return max(round_up(plan.row_bytes) + PAGE, budget // 2 // PAGE * PAGE) if plan.row_bytes else 0
 
 
-def _size(plan: UnitPlan, layout: FlatLayout, config: WrapConfig, budget: int) -> UnitSize:
-    spans = trainable_blocks(plan, layout)
+def _size(plan: UnitPlan, layout: FlatLayout, config: WrapConfig, budget: int, split: Split) -> UnitSize:
+    spans = trainable_blocks(plan, layout, split)
     gradient = gradient_dtype(plan.dtype, config.grad_dtype).itemsize
+    share, size = layout.share(split).count, plan.dtype.itemsize
+    trained = any(p.requires_grad and p.numel() for p in plan.parameters)
     return UnitSize(
         plan.name,
-        weights=max(round_up(layout.numel * plan.dtype.itemsize), PAGE),
-        gradient=max(round_up(layout.numel * gradient), PAGE) if spans else 0,
+        weights=max(round_up((share if split.stage == 3 else layout.numel) * size), PAGE),
+        gradient=max(round_up((layout.numel if split.stage == 1 else share) * gradient), PAGE) if trained else 0,
         blocks=tuple(round_up(s.count * state_bytes(config.state_dtype)) for s in spans),
-        tile=tile_bytes(plan, budget),
-        spilled=max(record_bytes(layout, gradient), PAGE) if spans else 0,
+        tile=tile_bytes(plan, budget) if split.alone else 0,
+        whole=max(round_up(layout.numel * size), PAGE),
+        spilled=max(record_bytes(layout, gradient), PAGE) if spans and split.alone else 0,
     )
 
 
@@ -178,7 +225,7 @@ def _records(
 ) -> Iterator[tuple[int, int]]:
     """Records of a unit, if these live on disk: bytes, and bytes under one checksum."""
     if weights:
-        yield size.weights, PAGE if size.tile else granule
+        yield size.weights, PAGE if size.tile or size.sharded else granule
     if gradient and size.spilled:
         yield size.spilled, PAGE
     for nbytes, on_disk in zip(size.blocks, state, strict=True):
@@ -212,8 +259,9 @@ def _possible_blocks(cut: Partition, layouts: Sequence[FlatLayout]) -> list[Span
     return found
 
 
-def _largest_weights(units: Sequence[UnitSize]) -> int:
-    return max((u.weights for u in units if not u.tile), default=PAGE)
+def _delivered(units: Sequence[UnitSize], host_visible: bool) -> int:
+    sizes = [u.weights for u in units if not u.tile and (u.sharded or not host_visible)]
+    return max(sizes, default=0 if host_visible else PAGE)
 
 
 def budgets_with_less_disk(tiers: Sequence[str], missing: int) -> str:

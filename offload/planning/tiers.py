@@ -104,7 +104,7 @@ def _tiers(plan: MemoryPlan, budgets: Mapping[str, int], host_visible: bool) -> 
         for nbytes, tier in zip(size.blocks, blocks, strict=True):
             add(tier, "optimizer state", nbytes)
     staging = plan.staging_buffers() * max(round_up(plan.largest_block()), PAGE) if placed.staged else 0
-    delivery = 0 if host_visible else DELIVERY_BUFFERS * plan.largest_weights()
+    delivery = DELIVERY_BUFFERS * plan.delivered(host_visible)
     pieces = SPILL_BUFFERS * plan.piece if placed.spills else 0
     add("cpu", "staging", staging + delivery + pieces)
     add("cpu", "checksums", plan.notes())

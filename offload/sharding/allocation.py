@@ -81,6 +81,17 @@ class Allocation:
         home.buffer.zero_()
         return home.buffer
 
+    @contextmanager
+    def one_more(self, nbytes: int, kind: str) -> Iterator[torch.Tensor]:
+        """Host memory that nobody foresaw, counted inside the context."""
+        size = _pages(nbytes)
+        with self._taken("cpu", size, kind):
+            memory = HostMemory(size)
+        try:
+            yield memory.tensor
+        finally:
+            self._tiers["cpu"].give(size, kind)
+
     def host_memory(self, nbytes: int, kind: str) -> HostMemory:
         size = _pages(nbytes)
         with self._taken("cpu", size, kind):
@@ -89,9 +100,9 @@ class Allocation:
             self.locked.append(memory)
         return memory
 
-    def pool(self, count: int, nbytes: int, poison: bool) -> StagingPool:
+    def pool(self, count: int, nbytes: int, poison: bool, kind: str = "staging") -> StagingPool:
         """``count`` staging buffers of ``nbytes``, filled with NaN when released if ``poison``."""
-        return StagingPool(count, nbytes, lambda size: self.host_memory(size, "staging"), poison)
+        return StagingPool(count, nbytes, lambda size: self.host_memory(size, kind), poison)
 
     def unlock(self) -> None:
         """Undo the page locks."""

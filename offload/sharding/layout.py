@@ -49,9 +49,38 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Split:
+    """How training state is split over ranks. ``stage`` 1 splits optimizer state, 2 also gradients, 3 also weights."""
+
+    ranks: int = 1  # over which a unit's flat buffer is split
+    rank: int = 0  # whose share is ours
+    stage: int = 3
+    replicas: int = 1  # of each share, on ranks beyond these
+
+    @property
+    def alone(self) -> bool:
+        """Is there nobody to send to?"""
+        return self.ranks * self.replicas == 1
+
+
+ALONE: Final = Split()
+NOTHING: Final = Span(0, 0)
+
+
+@dataclass(frozen=True)
 class FlatLayout:
     slots: tuple[Slot, ...]
     numel: int  # with padding
+
+    @property
+    def used(self) -> int:
+        """Elements up to the end of the last slot; what follows makes the shares of all ranks equal."""
+        return max((slot.end for slot in self.slots), default=0)
+
+    def share(self, split: Split) -> Span:
+        """This rank's part of the flat buffer."""
+        count = self.numel // split.ranks
+        return Span(split.rank * count, count)
 
 
 def padded(numel: int) -> int:
@@ -59,21 +88,25 @@ def padded(numel: int) -> int:
     return -(-numel // ALIGN) * ALIGN
 
 
-def flat_layout(shapes: Iterable[tuple[int, ...]]) -> FlatLayout:
-    """Place tensors of these shapes one after the other; empty and 0-dim ones keep their shape."""
+def flat_layout(shapes: Iterable[tuple[int, ...]], multiple: int = 1) -> FlatLayout:
+    """Place tensors of these shapes one after the other; empty and 0-dim ones keep their shape. Padded to a multiple
+    of ``multiple`` elements at the end."""
     slots, offset = [], 0
     for shape in shapes:
         slot = Slot(tuple(shape), offset, math.prod(shape))
         slots.append(slot)
         offset = slot.end
-    return FlatLayout(tuple(slots), offset)
+    return FlatLayout(tuple(slots), -(-offset // multiple) * multiple)
 
 
-def blocks(slots: Iterable[Slot], block: int = BLOCK) -> tuple[Span, ...]:
-    """Cut the runs that these slots fill into spans of at most ``block`` elements (a multiple of the alignment)."""
+def blocks(slots: Iterable[Slot], block: int = BLOCK, share: Span | None = None) -> tuple[Span, ...]:
+    """Cut the runs that these slots fill, as far as they lie in ``share``, into spans of at most ``block`` elements (a
+    multiple of the alignment)."""
     out: list[Span] = []
     for run in _runs(slots):
-        out.extend(Span(s, min(block, run.end - s)) for s in range(run.start, run.end, block))
+        ours = run if share is None else run.overlap(share)
+        if ours is not None:
+            out.extend(Span(s, min(block, ours.end - s)) for s in range(ours.start, ours.end, block))
     return tuple(out)
 
 

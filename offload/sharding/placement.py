@@ -16,7 +16,8 @@ from offload.sizes import format_size, parse_size
 
 @dataclass(frozen=True)
 class UnitSize:
-    """Bytes of one unit, each rounded up to what its home will really take."""
+    """Bytes of one unit, each rounded up to what its home will really take. Where training state is split over ranks,
+    of this rank: ``whole`` are all its weights, in compute memory, and ``weights`` what a home elsewhere holds."""
 
     name: str
     weights: int
@@ -24,11 +25,17 @@ class UnitSize:
     blocks: tuple[int, ...]  # optimizer state, 12 B/param (8 with bf16 moments) and padding
     tile: int = 0  # what a matrix larger than the gpu budget needs there at least; 0: it is used whole
     spilled: int = 0  # the gradient, on nvme
+    whole: int = 0  # 0: as ``weights``
 
     @property
     def window(self) -> int:
         """Bytes of the gpu tier while it is used."""
-        return self.tile or self.weights
+        return self.tile or self.whole or self.weights
+
+    @property
+    def sharded(self) -> bool:
+        """Does a home elsewhere hold less than all weights?"""
+        return self.whole > self.weights
 
     @property
     def state(self) -> int:
@@ -46,6 +53,8 @@ class Demand:
     loading: int = 0  # host bytes for first values of a unit, before there are gradients
     spill: int = 0  # host bytes that gradients on nvme need
     notes: int = 0  # host bytes for the checksums of all that may live on nvme
+    may_spill: bool = True  # may gradients go to nvme?
+    reducing: int = 0  # host bytes for averaging gradients over ranks
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ class Placement:
     blocks: tuple[tuple[str, ...], ...]  # tier by unit and block
     window: int  # bytes of the gpu tier in which units come and go
     staged: bool  # transfers to and from nvme need staging buffers
+    sharded: tuple[bool, ...] = ()  # by unit: the home holds this rank's share of the weights only
     left: int = 0  # bytes of the cpu budget that nothing needs
 
     @property
@@ -70,9 +80,16 @@ class Placement:
 def place(demand: Demand, tiers: Sequence[str], budgets: Mapping[str, int]) -> Placement:
     """Fill ``tiers`` in order within ``budgets`` (bytes; ``cpu`` is needed even where it is no tier, for gradients).
 
+    Weights that are split over ranks stay whole on the gpu tier where they fit, since nothing is sent for them then.
+
     Raises :class:`BudgetError` with the smallest budgets that would do.
     """
-    return _Placer(demand, tiers, budgets).run()
+    if not any(u.sharded for u in demand.units):
+        return _Placer(demand, tiers, budgets).run()
+    try:
+        return _Placer(demand, tiers, budgets).run()
+    except DoesNotFit:
+        return _Placer(demand, tiers, budgets, whole=False).run()
 
 
 class DoesNotFit(BudgetError):
@@ -89,8 +106,10 @@ class DoesNotFit(BudgetError):
 
 
 class _Placer:
-    def __init__(self, demand: Demand, tiers: Sequence[str], budgets: Mapping[str, int]) -> None:
+    def __init__(self, demand: Demand, tiers: Sequence[str], budgets: Mapping[str, int], whole: bool = True) -> None:
         self._demand, self._tiers, self._budgets = demand, tiers, budgets
+        self._always = demand.delivery + demand.reducing  # host bytes, wherever things are
+        self._keep_whole = whole  # may weights that are split over ranks stay whole here?
         self._left = {tier: budgets[tier] for tier in {*tiers, "cpu"}}
 
     def run(self) -> Placement:
@@ -99,15 +118,20 @@ class _Placer:
         if window > self._budgets["gpu"]:
             raise self._refuse(f"the largest unit ({self._largest()}) needs {format_size(window)} of the gpu tier")
         self._left["gpu"] -= window
-        weights = [self._take("gpu", u.weights) for u in units]
+        weights = [
+            self._take("gpu", u.whole or u.weights) if self._keep_whole or not u.sharded else None for u in units
+        ]
+        sharded = tuple(u.sharded and not w for u, w in zip(units, weights, strict=True))
+        if tuple(self._tiers) == ("gpu",):
+            weights = [w or self._take("gpu", u.weights) for w, u in zip(weights, units, strict=True)]
         # A state stays on the gpu with its weights and keeps its gradient there too, so the two are placed as one.
         whole = [
-            self._take("gpu", u.state + u.gradient) if u.blocks and w else None
+            self._take("gpu", u.state + u.gradient) if u.gradient and w else None
             for u, w in zip(units, weights, strict=True)
         ]
         gradients = [tier or "cpu" for tier in whole]
         if self._tiers == ["gpu"] or tuple(self._tiers) == ("gpu",):
-            if None in weights or any(u.blocks and not w for u, w in zip(units, whole, strict=True)):
+            if None in weights or any(u.gradient and not w for u, w in zip(units, whole, strict=True)):
                 raise self._refuse("not everything fits the gpu tier, and there is no other")
         else:
             gradients = self._set_aside(gradients)
@@ -117,12 +141,12 @@ class _Placer:
             for w, u in zip(whole, units, strict=True)
         ]
         staged = "nvme" in self._tiers
-        return Placement(tuple(homes), tuple(gradients), tuple(blocks), window, staged, self._left["cpu"])
+        return Placement(tuple(homes), tuple(gradients), tuple(blocks), window, staged, sharded, self._left["cpu"])
 
     def _window(self) -> int:
         """Nothing where all weights stay; else the largest need, twice (to prefetch) where three would fit."""
         units, budget = self._demand.units, self._budgets["gpu"]
-        if sum(u.weights for u in units) <= budget:
+        if sum(u.whole or u.weights for u in units) <= budget and self._keep_whole:
             return 0
         need = self._need()
         return 2 * need if 3 * need <= budget else need
@@ -138,12 +162,12 @@ class _Placer:
     def _set_aside(self, gradients: Sequence[str]) -> list[str]:
         """Take the fixed part of the cpu budget; the tiers of the gradients, of which some may go to nvme."""
         units, swap = self._demand.units, "nvme" in self._tiers
-        tiers = ["cpu" if u.blocks and tier == "cpu" else None for u, tier in zip(units, gradients, strict=True)]
+        tiers = ["cpu" if u.gradient and tier == "cpu" else None for u, tier in zip(units, gradients, strict=True)]
         host = sum(u.gradient for u, tier in zip(units, tiers, strict=True) if tier)
-        staging = (self._demand.staging + self._demand.notes if swap else 0) + self._demand.delivery
+        staging = (self._demand.staging + self._demand.notes if swap else 0) + self._always
         first = max(host, self._demand.loading)
         room = self._left["cpu"] - staging - self._demand.spill
-        if swap and first + staging > self._left["cpu"] and self._demand.loading <= room:
+        if swap and self._demand.may_spill and first + staging > self._left["cpu"] and self._demand.loading <= room:
             staging += self._demand.spill
             kept, host = _kept([u.gradient if tier else 0 for u, tier in zip(units, tiers, strict=True)], room)
             first = max(host, self._demand.loading)
@@ -180,22 +204,23 @@ class _Placer:
         """The smallest budget of each tier, the last one taking all that the others need not hold."""
         units, last = self._demand.units, self._tiers[-1]
         weights, state = sum(u.weights for u in units), sum(u.state for u in units)
-        gradients = sum(u.gradient for u in units if u.blocks)
+        gradients = sum(u.gradient for u in units)
         if last == "gpu":
-            return {"gpu": weights + state + gradients}
+            window = self._need() if any(u.sharded for u in units) else 0
+            return {"gpu": weights + state + gradients + window}
         window = self._need()
         all_stay = weights <= window
         out = {"gpu": min(window, weights)}
         moved = state if all_stay else weights + state
-        delivery, loading, spill = self._demand.delivery, self._demand.loading, self._demand.spill
+        delivery, loading, spill = self._always, self._demand.loading, self._demand.spill
         fixed = max(gradients, loading) + delivery
         if last == "cpu":
             return {**out, "cpu": fixed + moved}
         staging = self._demand.staging + self._demand.notes
-        if gradients <= loading + spill:
+        if not self._demand.may_spill or gradients <= loading + spill:
             return {**out, "cpu": fixed + staging, "nvme": moved}
-        kept, _ = _kept([u.gradient if u.blocks else 0 for u in units], loading)
-        spilled = sum(u.spilled for u, stays in zip(units, kept, strict=True) if u.blocks and not stays)
+        kept, _ = _kept([u.gradient for u in units], loading)
+        spilled = sum(u.spilled for u, stays in zip(units, kept, strict=True) if u.gradient and not stays)
         return {**out, "cpu": loading + spill + delivery + staging, "nvme": moved + spilled}
 
 

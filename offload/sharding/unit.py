@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from offload.sharding.layout import FlatLayout, Slot, Span
+from offload.sharding.layout import NOTHING, FlatLayout, Slot, Span
 from offload.storage.device import Region
 from offload.storage.memory import view
 from offload.storage.ticket import Ticket
@@ -66,6 +66,7 @@ class Member:
     slot: Slot
     number: int = 0  # of its first element in the model
     step: int = 0
+    trained: bool = False  # there is optimizer state for it (with several ranks, perhaps none of it here)
     optimizer: int = 0  # serial number of the optimizer whose moments these are
 
 
@@ -88,6 +89,8 @@ class Unit:
     keep: bool = False  # holds writes that have not reached its home
     writes: int = 0  # times that weights were changed other than by an update
     tile: int = 0  # bytes of compute memory for tiles of a matrix that is never here whole; 0 for any other unit
+    share: Span = NOTHING  # the elements whose optimizer state is this rank's; if not given, all
+    sharded: bool = False  # the home holds no more than the share; whole weights come together from all ranks
     used_at: int = 0  # for least-recently-used eviction
     rank: int = 0  # how many units the last forward used before it
     saved: set[int] = field(default_factory=set)  # ids of what autograd has saved of it and still keeps
@@ -97,6 +100,10 @@ class Unit:
     # Copies that took the place of a view, by what they are copies of, each with its version then.
     copies: dict[Hashable, tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.share is NOTHING:
+            self.share = Span(0, self.layout.numel)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the weights, padding included."""
@@ -104,11 +111,25 @@ class Unit:
 
     @property
     def permanent(self) -> bool:
-        return self.home.tier == "gpu"
+        return self.home.tier == "gpu" and not self.sharded
+
+    @property
+    def kept(self) -> Span:
+        """The elements whose weights the home holds."""
+        return self.share if self.sharded else Span(0, self.layout.numel)
 
     def weights(self, buffer: torch.Tensor) -> torch.Tensor:
         """The whole flat buffer seen in the compute dtype."""
         return view(buffer, self.dtype, 0, self.layout.numel)
+
+    def kept_weights(self, buffer: torch.Tensor) -> torch.Tensor:
+        """A buffer of the size of the home: the elements of :attr:`kept` in the compute dtype."""
+        return view(buffer, self.dtype, 0, self.kept.count)
+
+    def kept_bytes(self, flat: torch.Tensor) -> torch.Tensor:
+        """Of a whole flat buffer (uint8), the bytes that the home holds."""
+        kept, size = self.kept, self.dtype.itemsize
+        return flat[kept.start * size : kept.end * size]
 
     def member_at(self, offset: int) -> Member:
         """The parameter whose elements (or padding) lie at ``offset`` of the flat buffer."""

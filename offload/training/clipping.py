@@ -13,7 +13,8 @@ from offload.training.optimizer import runtime_of
 
 
 def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Clip the gradients of a wrapped model to a global L2 norm of ``max_norm``; returns the norm before (fp64, 0-dim).
+    """Clip the gradients of a wrapped model to a global L2 norm of ``max_norm``; returns the norm before (fp64, 0-dim),
+    over all ranks and alike on them.
 
     The squares are summed per parameter in double, in a fixed order. The factor, ``max_norm / (norm + 1e-6)`` and at
     most 1, is applied by the next ``optimizer.step()`` in the pass that reads the gradient anyway: ``p.grad`` keeps the
@@ -34,9 +35,8 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
                 f"before their norm is known. To clip, {REMEDY}"
             )
     runtime.settle()
-    total = 0.0
-    for parameter in listed:
-        total += runtime.gradients.sum_squares(*runtime.place_of(parameter))  # type: ignore[arg-type]
+    squares = [runtime.gradients.sum_squares(*runtime.place_of(p)) for p in listed]  # type: ignore[arg-type]
+    total = sum(runtime.parts.ranks.sums(squares))
     norm = math.sqrt(total) if total >= 0 else math.nan
     runtime.clip_factors.set(listed, min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan)
     return torch.tensor(norm, dtype=torch.float64, device="cpu")

@@ -35,7 +35,8 @@ class Delivery:
         """
         self._residency.hold(unit)
         try:
-            self._residency.settle(unit)
+            if not unit.sharded:  # a gather that is under way waits for this update
+                self._residency.settle(unit)
             buffer = self._find(unit, whole, writes, awaited)
         except BaseException:
             self._residency.unhold(unit)
@@ -48,6 +49,8 @@ class Delivery:
         home = unit.home
         if isinstance(home, HostHome):
             return home.buffer
+        if unit.sharded:  # the next forward gathers the whole from all ranks
+            return home.buffer if isinstance(home, ComputeHome) else self._staging_buffer(unit, whole, writes)
         if unit.tile:
             return self._own_buffer(unit, whole)
         if self._device.host_visible or isinstance(unit.blocks[0].home, ComputeHome):
@@ -93,12 +96,12 @@ class Delivery:
         def arrived() -> None:
             if unit.tile and isinstance(home, SwapHome):
                 self._host.give(home.nbytes, "delivery")
-            elif self._buffers is not None and not isinstance(home, HostHome) and not in_place:
+            elif self._buffers is not None and any(weights is buffer for buffer in self._buffers.buffers):
                 self._buffers.release(weights)
             self._residency.updated(unit)
             self._residency.unhold(unit)
 
-        if not in_place and not unit.tile and self._is_wanted(unit):
+        if not in_place and not unit.tile and not unit.sharded and self._is_wanted(unit):
             self._device.upload(here[: unit.nbytes], weights[: unit.nbytes]).wait()
         # After all writes of its state, which came before.
         writes.add(lambda: home.write(weights) if isinstance(home, SwapHome) else DoneTicket(), arrived)

@@ -206,7 +206,12 @@ class Gradients:
         gradient = plain(buffer.view(index))
         return native.sum_squares(gradient) if gradient.device.type == "cpu" else torch_kernels.sum_squares(gradient)
 
+    def part(self, unit: Unit, index: int) -> torch.Tensor | None:
+        """What of a member's gradient this rank will use in its next update: with one rank, all."""
+        return self.get(unit, index)
+
     def get(self, unit: Unit, index: int) -> torch.Tensor | None:
+        """The gradient as ``p.grad`` shows it, or None."""
         buffer = self._buffers[unit.index]
         if not buffer.present[index]:
             return None

@@ -32,16 +32,16 @@ def fill_home(unit: Unit, staging: StagingPool | None, values: Values) -> None:
     """The members' values to the home of the unit's weights, in the compute dtype, without a copy of the whole."""
     home = unit.home
     if isinstance(home, HostHome | ComputeHome):
-        copy_values(unit.members, Span(0, unit.layout.numel), unit.weights(home.buffer), values)
+        copy_values(unit.members, unit.kept, unit.kept_weights(home.buffer), values)
         return
     assert isinstance(home, SwapHome) and staging is not None  # noqa: PT018  one condition: where swap is, staging is
-    size = unit.dtype.itemsize
+    size, kept = unit.dtype.itemsize, unit.kept
     for start in range(0, home.nbytes, staging.nbytes):
         with staging.borrow() as buffer:
             part = buffer[: min(staging.nbytes, home.nbytes - start)]
-            count = min(part.numel() // size, unit.layout.numel - start // size)
+            count = min(part.numel() // size, kept.count - start // size)
             if count > 0:
-                span, target = Span(start // size, count), part[: count * size].view(unit.dtype)
+                span, target = Span(kept.start + start // size, count), part[: count * size].view(unit.dtype)
                 copy_values(unit.members, span, target, values)
             home.write(part, start).wait()
 
@@ -88,7 +88,11 @@ def give_back(unit: Unit, transfers: Transfers, state: StateStore, before: Mappi
     for member in unit.members:
         if before[member.parameter].is_meta:
             move_out(member.parameter, before[member.parameter], None)
-    if all(before[m.parameter].is_meta for m in unit.members):
+        elif not state.ranks.alone:  # the other ranks, which hold the rest, may not be failing
+            move_out(
+                member.parameter, torch.full(member.slot.shape, torch.nan).to(before[member.parameter].dtype), None
+            )
+    if not state.ranks.alone or all(before[m.parameter].is_meta for m in unit.members):
         return
     if not unit.permanent:
         unit.region.commit()

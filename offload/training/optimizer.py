@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from offload.config import state_dtype as parse_state_dtype
 from offload.errors import ConfigError, OffloadError
 from offload.sharding.layout import Span
+from offload.sharding.ranks import Kind
 from offload.sharding.unit import Member, Unit
 from offload.training.early import REMEDY
 from offload.training.parameter import OffloadedParameter, ResidentParameter, owner_of
@@ -70,6 +72,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if self._runtime is not None and runtime_of(tensor) is not self._runtime:
                 raise OffloadError("expected parameters of one wrapped model, found several; use an optimizer for each")
             self._check_state_dtype(runtime_of(tensor).state.dtype)
+            if self.step_in_backward and not runtime_of(tensor).parts.ranks.alone:
+                raise ConfigError(
+                    "step_in_backward: expected one rank, found several, whose gradients are averaged while backward "
+                    f"goes on; {REMEDY}"
+                )
             if self.step_in_backward and tensor.dtype is torch.float16:
                 raise ConfigError(
                     "step_in_backward: expected weights in bf16 or fp32, found fp16, whose loss has to be scaled and "
@@ -135,7 +142,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.check_groups()
         done = runtime.early.end(self._serial)
         mine = [p for group in self.param_groups for p in group["params"]]
-        if not self._finite(runtime, mine):
+        settings = zlib.crc32(repr([{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]).encode())
+        if not runtime.parts.ranks.all_say(self._finite(runtime, mine), Kind.STEP, settings):
             self.skipped_steps += 1
             runtime.clip_factors.forget(mine)
             if done:
@@ -225,11 +233,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 origin = member.number - member.slot.offset
                 rule = self._rule(group, member.step + 1, runtime.clip_factors.of(parameter), origin)
                 due.setdefault(unit, []).append(member)
-                if member.slot.numel:
-                    slot = member.slot
-                    pieces.setdefault(unit, []).append((Span(slot.offset, slot.end - slot.offset), rule))
+                slot, listed = member.slot, pieces.setdefault(unit, [])
+                part = Span(slot.offset, slot.end - slot.offset).overlap(unit.share)
+                if part is not None:
+                    listed.append((part, rule))
         ordered = sorted(pieces.items(), key=lambda item: item[0].index)
-        return [UnitUpdate(unit, due[unit], merged(p), runtime.gradients.source(unit)) for unit, p in ordered]
+        start = {unit: 0 if runtime.parts.ranks.alone else unit.share.start for unit in pieces}
+        return [
+            UnitUpdate(unit, due[unit], merged(p), runtime.gradients.source(unit), start[unit])
+            for unit, p in ordered
+            if p or not runtime.parts.ranks.alone
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """In torch's format: per parameter ``step`` and the algorithm's slots, as host copies.

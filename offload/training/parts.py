@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from offload.lanes import Lanes
+from offload.sharding.ranks import Ranks
 from offload.sharding.unit import Unit
 from offload.storage.device import Device
 from offload.storage.staging import StagingPool
@@ -29,6 +30,7 @@ class Parts:
     device: Device
     tiers: dict[str, Tier]
     lanes: Lanes
+    ranks: Ranks
     residency: Residency
     transfers: Transfers
     gradients: Gradients

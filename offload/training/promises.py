@@ -58,7 +58,8 @@ class Promises:
         p = self._parts
         p.read_ahead.over()
         order = _places(p.residency.stepped())
-        updates.sort(key=lambda u: order.get(u.unit.index, len(order)))
+        if p.ranks.alone:  # others may have used them in another order
+            updates.sort(key=lambda u: order.get(u.unit.index, len(order)))
         _count_as_written(updates)
         for update in updates:
             unit = update.unit
@@ -96,12 +97,13 @@ class Promises:
 
     def _hidden(self, updates: list[UnitUpdate]) -> bool:
         """Is there something to hide under compute?"""
-        return not self._parts.device.host_visible or bytes_to_disk(updates) > 0
+        p = self._parts
+        return not p.device.host_visible or bytes_to_disk(updates) > 0 or not p.ranks.alone
 
     def _made(self, updates: list[UnitUpdate]) -> PendingUpdate:
         p = self._parts
         parts = p.device, p.residency, p.state.staging, p.delivery, p.lanes
-        return PendingUpdate(updates, *parts, lambda: _count(updates), p.read_ahead, p.gradients.flush)
+        return PendingUpdate(updates, *parts, lambda: _count(updates), p.read_ahead, p.gradients.flush, p.ranks)
 
     def settle(self) -> None:
         """Wait for the update that was promised; one that failed is finished, or raises again while the fault lasts."""

@@ -49,6 +49,7 @@ class Residency:
         self._updating = False
         self._wanted = 0  # compute waits for room
         self.stopped = False  # the model goes away: an update is not to wait for a forward that will never come
+        self.update_failed = False  # the last attempt at an update
 
     # By the thread that computes
 

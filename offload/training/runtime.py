@@ -86,7 +86,7 @@ class Runtime:
         self.promises = Promises(parts)
         self.early = EarlyUpdates(parts, self.promises)
         gradients, places = parts.gradients, self._places  # not self: nothing is to hold the runtime but the model
-        self.clip_factors = ClipFactors(lambda p: gradients.get(*places[id(p)]))
+        self.clip_factors = ClipFactors(lambda p: gradients.part(*places[id(p)]))
         self._finalizer = weakref.finalize(self, _close, os.getpid(), [u.region.key for u in self.units], parts.close)
         for unit in self.units:
             register(self, unit)
@@ -398,9 +398,10 @@ class Runtime:
         """The flat weights of a resident unit where the host can read them, inside the context: a copy, in one of the
         buffers that updates deliver in, unless the host sees compute memory."""
         flat = unit.region.flat[: unit.nbytes]
-        if self.parts.delivery_buffers is None:
+        if self.device.host_visible:
             yield unit.weights(flat)
             return
+        assert self.parts.delivery_buffers is not None
         with self.parts.delivery_buffers.borrow() as buffer:
             self.device.download(buffer[: unit.nbytes], flat).wait()
             yield unit.weights(buffer)

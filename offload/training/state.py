@@ -9,6 +9,7 @@ import torch
 
 from offload.sharding.homes import ComputeHome, HostHome, SwapHome
 from offload.sharding.layout import Span, blocks
+from offload.sharding.ranks import Ranks
 from offload.sharding.unit import Home, Member, StateBlock, Unit
 from offload.storage.staging import StagingPool
 from offload.storage.ticket import Ticket
@@ -35,8 +36,10 @@ class StateStore:
         staging: StagingPool | None,
         dtype: torch.dtype = torch.float32,
         changing: Callable[[StateBlock], None] = lambda block: None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._allocate, self.staging, self.dtype, self._changing = allocate, staging, dtype, changing
+        self.ranks = ranks or Ranks()
 
     def visit(self, unit: Unit, span: Span, fn: Visit, write: bool) -> None:
         """Call ``fn`` for each part of ``span`` that has state, and keep its changes if ``write``."""
@@ -117,6 +120,8 @@ class StateStore:
         block = StateBlock(span, home, self.dtype)
         self._fill(block, fill_master)
         self._add(unit, [block])
+        for member in unit.members:
+            member.trained = member.trained or member_span(member).overlap(span) is not None
 
     @staticmethod
     def _add(unit: Unit, made: list[StateBlock]) -> None:
@@ -142,8 +147,7 @@ class StateStore:
 
     def has(self, unit: Unit, member: Member) -> bool:
         """Does the parameter have optimizer state? A frozen one has none."""
-        slot = member.slot
-        return not slot.numel or any(b.span.overlap(Span(slot.offset, slot.numel)) for b in unit.blocks)
+        return not member.slot.numel or member.trained
 
     def add_member(self, unit: Unit, member: Member, weights: torch.Tensor) -> None:
         """State for a parameter that was frozen when the model was wrapped; ``weights`` is the unit's flat buffer."""
@@ -151,12 +155,13 @@ class StateStore:
         def fill_master(span: Span, out: torch.Tensor) -> None:
             out.copy_(weights[span.start : span.end])
 
-        spans = blocks([member.slot])
+        spans = blocks([member.slot], share=unit.share)
         nbytes = state_bytes(self.dtype)
         made = [StateBlock(span, self._allocate(unit, span.count * nbytes), self.dtype) for span in spans]
         for block in made:
             self._fill(block, fill_master)
         self._add(unit, made)  # all or none: a parameter with part of its state would train in part
+        member.trained = True
 
 
 def member_span(member: Member) -> Span:
@@ -167,7 +172,7 @@ def read_member(
     store: StateStore, unit: Unit, member: Member
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Host copies of master (fp32), exp_avg and exp_avg_sq (as they are kept) in the parameter's shape; None without
-    state."""
+    state. Whole: with several ranks all of them must ask."""
     if not store.has(unit, member):
         return None
     slot = member.slot
@@ -180,6 +185,8 @@ def read_member(
             row[at : at + part.count].copy_(source)
 
     store.visit(unit, member_span(member), copy, write=False)
+    for row in out:
+        store.ranks.assemble(unit.index, row, member_span(member), unit.layout.share)
     master, exp_avg, exp_avg_sq = (row.view(slot.shape) for row in out)
     return master, exp_avg, exp_avg_sq
 

@@ -7,10 +7,12 @@ staging buffers, read-ahead and copy overlapping, in a thread of its own, so tha
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
 from offload.sharding.homes import ComputeHome, HostHome, SwapHome
+from offload.sharding.ranks import Call, Kind, Ranks
 from offload.sharding.unit import Home, Unit
 from offload.sizes import PAGE, round_up
 from offload.storage.device import Device, Region
@@ -22,13 +24,16 @@ from offload.storage.worker import Worker
 class Transfers:
     """``staging`` is needed where weights live on disk and compute memory is not host memory."""
 
-    def __init__(self, device: Device, staging: StagingPool | None) -> None:
-        self._device, self._staging = device, staging
+    def __init__(self, device: Device, staging: StagingPool | None, ranks: Ranks | None = None) -> None:
+        self._device, self._staging, self._ranks = device, staging, ranks or Ranks()
         self._thread = Worker("offload-fetch")
+        self.settled: Callable[[Unit], None] = lambda unit: None  # waits until a sharded unit's home is up to date
 
     def fetch(self, unit: Unit) -> Ticket:
         """Home to compute memory (committed)."""
         home, region = unit.home, unit.region
+        if unit.sharded:
+            return self._ranks.passes.submit(lambda: self._gather(unit))
         if isinstance(home, ComputeHome):
             return DoneTicket()
         if isinstance(home, HostHome):
@@ -37,6 +42,20 @@ class Transfers:
         if self._device.host_visible:
             return home.read(region.flat)
         return FutureTicket(self._thread.submit(self._fetch_staged, home, region))
+
+    def _gather(self, unit: Unit) -> None:
+        """This rank's share from its home, and the others' from theirs. On the channel's thread."""
+        self.settled(unit)
+        home, mine = unit.home, unit.kept_bytes(unit.region.flat)
+        if isinstance(home, SwapHome):
+            home.read(mine).wait()
+        else:
+            assert isinstance(home, HostHome | ComputeHome)
+            mine.copy_(home.buffer[: mine.numel()])
+        rows = unit.region.flat[: unit.nbytes].view(self._ranks.split.ranks, -1)
+        call = Call(Kind.GATHER, unit.index, rows.numel())
+        self._ranks.passes.agree(call)
+        self._ranks.passes.gather(call, rows, self._ranks.split.rank)
 
     def fetch_rows(self, unit: Unit, region: Region, first: int, last: int) -> torch.Tensor:
         """Rows ``[first, last)`` of a one-matrix unit into a small region; waits, and returns them as a matrix."""
@@ -72,15 +91,17 @@ class Transfers:
         if isinstance(home, SwapHome):
             home.write(buffer).wait()
         elif isinstance(home, HostHome):
-            home.buffer.copy_(buffer)
+            home.buffer[: buffer.numel()].copy_(buffer)
         else:
             assert isinstance(home, ComputeHome)
-            self._device.upload(home.buffer, buffer).wait()
+            self._device.upload(home.buffer[: buffer.numel()], buffer).wait()
 
     def store(self, unit: Unit) -> None:
         """Compute memory to home, after a write by the user; returns when it is there."""
         home, flat = unit.home, unit.region.flat
-        if isinstance(home, HostHome):
+        if unit.sharded:
+            self.write(home, unit.kept_bytes(flat))
+        elif isinstance(home, HostHome):
             self._device.download(home.buffer[: unit.nbytes], flat[: unit.nbytes]).wait()
         elif isinstance(home, SwapHome):
             if self._device.host_visible:

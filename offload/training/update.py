@@ -27,6 +27,7 @@ import torch
 from offload.lanes import Lanes
 from offload.sharding.homes import ComputeHome, HostHome, SwapHome
 from offload.sharding.layout import Span
+from offload.sharding.ranks import Call, Kind, Ranks
 from offload.sharding.unit import Member, StateBlock, Unit
 from offload.storage.device import Device
 from offload.storage.staging import StagingPool
@@ -49,7 +50,8 @@ class UnitUpdate:
     unit: Unit
     members: list[Member]
     pieces: list[tuple[Span, UpdateRule]]
-    gradient: torch.Tensor | SpilledBuffer
+    gradient: torch.Tensor | SpilledBuffer  # a tensor of the elements from ``start`` on
+    start: int = 0
     read: Callable[[], None] = lambda: None  # called on the update thread once the gradient has been read
 
     def parts(self, span: Span) -> list[tuple[Span, UpdateRule]]:
@@ -66,8 +68,8 @@ class UnitUpdate:
         return self.gradient.reader(self.unit.members.index(member) for member in self.members)
 
     def whole(self) -> bool:
-        """Will every byte of the unit's weights be written?"""
-        return sum(span.count for span, _ in self.pieces) == self.unit.layout.numel
+        """Will every byte of the unit's weights be written, here or on other ranks?"""
+        return sum(m.slot.end - m.slot.offset for m in self.members) == self.unit.layout.used
 
     def blocks(self) -> list[StateBlock]:
         """The blocks of state that change, in order."""
@@ -105,7 +107,8 @@ class _Work:
         """Of ``part``, one of the update's; where it is on disk, until the next call."""
         whole = self.update.gradient
         if isinstance(whole, torch.Tensor):
-            return whole[part.start : part.end]
+            start = self.update.start
+            return whole[part.start - start : part.end - start]
         assert self.reader is not None
         return self.reader.at(part)
 
@@ -127,6 +130,7 @@ class PendingUpdate:
     begin: Callable[[], None]  # called once, on the update thread: from then on the step counts as taken
     reads: ReadAhead
     land: Callable[[], None] = lambda: None  # has all gradients where a reader finds them
+    ranks: Ranks = field(default_factory=Ranks)
     failed: bool = False  # somebody was told of an error, and it has not been finished since
     in_backward: bool = False  # more will be added, and compute needs none of the units again before the next forward
     _works: list[_Work] = field(default_factory=list)
@@ -152,6 +156,7 @@ class PendingUpdate:
         """Begin, or go on, on ``thread``."""
         with self.residency.changed:
             if self._running is None:
+                self.residency.update_failed = False
                 for work in self._works:
                     work.update.unit.pending = True
                 self._served = True
@@ -228,6 +233,9 @@ class PendingUpdate:
         try:
             with self.device.computing():
                 self._run()
+        except BaseException:
+            self.residency.update_failed = True
+            raise
         finally:
             self.residency.updating(False)
 
@@ -252,7 +260,7 @@ class PendingUpdate:
                 if work.reader is not None:
                     work.reader.close()
                 assert work.weights is not None
-                self.delivery.end(work.update.unit, work.weights, self._writes)
+                self._deliver(work.update.unit, work.weights)
                 with self.residency.changed:
                     self._works.remove(work)
                 work.update.read()
@@ -273,13 +281,32 @@ class PendingUpdate:
     def _settle(self) -> None:
         """Fetches of these units go through the same buffers as their state: each would wait for the other's."""
         found = [work for work in list(self._works) if not work.settled]
-        self.residency.settle_all([work.update.unit for work in found if work.weights is None])
+        self.residency.settle_all(
+            [work.update.unit for work in found if work.weights is None and not work.update.unit.sharded]
+        )
         for work in found:
             work.settled = True
 
+    def _deliver(self, unit: Unit, weights: torch.Tensor) -> None:
+        """Bring new weights home; with several ranks, what the others have of a unit that is whole everywhere first."""
+        if self.ranks.alone or unit.sharded:
+            self.delivery.end(unit, weights, self._writes)
+            return
+        rows = unit.weights(weights).view(self.ranks.split.ranks, -1)
+
+        def gather() -> None:
+            channel = self.ranks.updates
+            call = Call(Kind.DELIVER, unit.index, rows.numel())
+            channel.agree(call)
+            channel.gather(call, rows, self.ranks.split.rank)
+
+        self._writes.add(
+            lambda: self.ranks.updates.submit(gather), lambda: self.delivery.end(unit, weights, self._writes)
+        )
+
     def _next(self) -> _Work:
-        """The one that has begun, or that somebody waits for, or the first."""
-        urgent = self._urgent
+        """The one that has begun, or that somebody waits for, or the first. Several ranks keep to one order."""
+        urgent = self._urgent if self.ranks.alone else None
         works = list(self._works)
         begun = (w for w in works if w.weights is not None)
         wanted = (w for w in works if w.update.unit is urgent)
@@ -349,14 +376,14 @@ class PendingUpdate:
     def _compute(self, work: _Work, item: _Item, buffer: torch.Tensor) -> None:
         block, update = item.block, work.update
         assert work.weights is not None
-        weights = update.unit.weights(work.weights)
+        weights, first = update.unit.kept_weights(work.weights), update.unit.kept.start
         master, exp_avg, exp_avg_sq = block.parts(buffer)
         parts = update.parts(block.span)
         start = time.monotonic_ns()
         with self.device.range(f"update {update.unit.name}"):
             for part, rule in parts[item.applied :]:
                 at = slice(part.start - block.span.start, part.end - block.span.start)
-                gradient, out = work.gradient(part), weights[part.start : part.end]
+                gradient, out = work.gradient(part), weights[part.start - first : part.end - first]
                 rule.apply(master[at], gradient, exp_avg[at], exp_avg_sq[at], out, part.start)
                 item.applied += 1
         moved = 2 * (state_bytes(block.dtype) + update.unit.dtype.itemsize)

@@ -19,7 +19,7 @@ from offload.errors import BudgetError, ConfigError, OffloadError, SwapError
 from offload.sizes import PAGE
 from offload.training.runtime import attached
 from tests.loops import SMALL, adamw, assert_same, masters, plain_adamw, run_checked, same_bits, train, wrap
-from tests.models import MLP_TASK, TIED_TASK
+from tests.models import MLP_TASK
 
 
 class Refusal:
@@ -431,15 +431,3 @@ def test_a_foreign_optimizer(name: str) -> None:
     train(model, adamw(model), MLP_TASK.batches(2))
     plain = MLP_TASK.model()
     train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), MLP_TASK.batches(1))  # others are left alone
-
-
-# Ranks
-
-
-def test_several_ranks_are_refused(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.distributed, "is_initialized", lambda: True)
-        patch.setattr(torch.distributed, "get_world_size", lambda: 4)
-        refusal.wrap(NotImplementedError, "one rank", "process group of 4", "Start a single process", tiers=["gpu"])
-        patch.setattr(torch.distributed, "get_world_size", lambda: 1)
-        offload.unwrap(offload.wrap(TIED_TASK.model(), tiers=["gpu"]))

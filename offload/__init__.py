@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from offload.training.algorithms import SGD, Adam, AdamW, Lion
     from offload.training.clipping import clip_grad_norm_
     from offload.training.inspect import gather, state_dict, stats
+    from offload.training.syncing import no_sync
     from offload.training.tracing import trace
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "gather",
     "load_checkpoint",
     "native",
+    "no_sync",
     "plan",
     "save_checkpoint",
     "save_pretrained",
@@ -63,6 +65,7 @@ _HOMES = {
     "training.algorithms": "SGD Adam AdamW Lion",
     "training.clipping": "clip_grad_norm_",
     "training.inspect": "gather state_dict stats",
+    "training.syncing": "no_sync",
     "training.tracing": "trace",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -91,7 +91,7 @@ def _finetune(arguments: argparse.Namespace) -> int:
         report = run.train()
     except (OffloadError, OSError) as error:
         return fail(error, EXIT_FAILED)
-    if not arguments.quiet:
+    if not run.quiet:
         _summarise(run.config, report)
     return run.exit_code
 

@@ -36,7 +36,6 @@ def add(commands: Any) -> None:
     place = parser.add_argument_group("placement")
     add_settings(place, "gpu, cpu and those with a budget")
     place.add_argument("--ranks", type=int, default=1, metavar="N", help="processes that share the model (1)")
-    place.add_argument("--zero-stage", type=int, choices=(1, 2, 3), help="what they share (3)")
     loop = parser.add_argument_group("training")
     loop.add_argument("--batch-size", type=int, default=1, metavar="B", help="samples in a forward pass (1)")
     loop.add_argument("--seq-len", type=int, metavar="L", help="tokens of a sample (512)")
@@ -84,7 +83,7 @@ def _explained(arguments: argparse.Namespace) -> str:
     from offload.planning.plan import NO_DIRECTORY
     from offload.settings import explain
 
-    given: dict[str, Any] = {**given_settings(arguments), "zero_stage": arguments.zero_stage}
+    given: dict[str, Any] = given_settings(arguments)
     defaults: dict[str, Any] = {}
     if arguments.config is None:
         named = {"gpu", "cpu", *(given["budgets"] or {}), *(["nvme"] if arguments.swap else [])}

@@ -30,6 +30,9 @@ def add_settings(parser: Any, tiers: str = _DEFAULT_TIERS) -> None:
     parser.add_argument(
         "--state-dtype", choices=("fp32", "bf16"), help="dtype of the optimizer's moments: 12 or 8 B/param (fp32)"
     )
+    parser.add_argument(
+        "--zero-stage", type=int, choices=(1, 2, 3), help="under torchrun: what is split over the processes (3)"
+    )
     parser.add_argument("--device", metavar="NAME", help="device that computes, as in cuda:0 or cpu")
     parser.add_argument(
         "--config",
@@ -51,6 +54,7 @@ def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "swap_dirs": arguments.swap,
         "dtype": arguments.dtype,
         "state_dtype": arguments.state_dtype,
+        "zero_stage": arguments.zero_stage,
         "device": arguments.device,
     }
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from offload.errors import ConfigError, WriteBudgetError
+from offload.integrations.crew import Crew
 from offload.integrations.data import Blocks, batches, make_blocks, read_documents, tokenise
 from offload.integrations.finetune_config import FinetuneConfig
 from offload.integrations.interrupt import StopRequest, stop_on_signals
@@ -48,8 +49,10 @@ class FinetuneRun:
 
         self.config = config
         self.exit_code = 0  # after `train`: what a program should exit with
-        self.progress = Progress(config.steps, quiet=config.quiet)
-        self._work = Work(quiet=config.quiet)
+        self.crew = Crew()
+        self.quiet = config.quiet or not self.crew.first
+        self.progress = Progress(config.steps, quiet=self.quiet)
+        self._work = Work(quiet=self.quiet)
         self.report = RunReport(config.as_json(), offload.build_info(**config.wrap))
         with self._phase("load"):
             source = find_model(config.model)
@@ -94,6 +97,8 @@ class FinetuneRun:
 
         torch.manual_seed(self.config.seed)
         offload.wrap(self.model, weights=self._weights, strict=self.config.strict, **self.config.wrap)
+        if self.crew.rank:
+            torch.manual_seed(self.config.seed + self.crew.rank)  # each its own dropout
         self.optimizer = offload.AdamW(
             self.model.parameters(), lr=self.config.lr, weight_decay=self.config.weight_decay
         )
@@ -107,7 +112,7 @@ class FinetuneRun:
             if config.resume:
                 self.progress.say(f"no checkpoint in {config.out} yet: starting from the beginning")
             return
-        if not config.resume:
+        if not (config.resume or self.crew.restarted):
             raise ConfigError(
                 f"{config.checkpoint_path} holds a checkpoint of an earlier run; go on from it by --resume, remove it, "
                 "or give another --out"
@@ -115,7 +120,7 @@ class FinetuneRun:
         with self._phase("resume"):
             done = self.checkpoints.resume(self.model, self.optimizer, self.scaler, self.report)
         self.schedule.last_epoch = done
-        self.progress = Progress(config.steps, quiet=config.quiet, done=done)
+        self.progress = Progress(config.steps, quiet=self.quiet, done=done)
         self.progress.say(f"resumed after step {done} of {config.steps}")
 
     def _check_model(self) -> None:
@@ -155,8 +160,9 @@ class FinetuneRun:
             WriteBudgetError: the next step would pass the write budget; a checkpoint was saved.
         """
         config, report = self.config, self.report
-        trace = StepTrace(config.trace_path, len(report.steps), config.steps, self._held)
-        catch = stop_on_signals(quiet=config.quiet, within=config.stop_within)
+        path = config.trace_path if self.crew.first else config.trace_path.with_suffix(f".{self.crew.rank}.json")
+        trace = StepTrace(path, len(report.steps), config.steps, self._held)
+        catch = stop_on_signals(quiet=self.quiet, within=config.stop_within, together=self.crew.most)
         with self.progress, self._work, listening(self._work), contextlib.closing(trace), catch as stop:
             self._tell_writes()
             if not report.steps:
@@ -165,18 +171,20 @@ class FinetuneRun:
                 self._steps(stop, trace)
             except WriteBudgetError as error:
                 raise self._out_of_writes(error) from error
-            if not stop:
+            if not stop.asked():
                 report.eval_loss["after"] = self._evaluate("after", stop)
             self._figures()
             with self._phase("save"):
-                if stop and config.checkpoints:
+                if stop.asked() and config.checkpoints:
                     self._checkpoint()
                 else:
                     self._save()
             report.stopped_by, self.exit_code = stop.name, stop.exit_code
             if trace.write():
-                report.step_trace = {"file": config.trace_path.name, "step": trace.step}
-            report.write(config.report_path)
+                report.step_trace = {"file": path.name, "step": trace.step}
+            if self.crew.first:
+                report.write(config.report_path)
+        self.crew.close()
         return report
 
     def _steps(self, stop: StopRequest, trace: StepTrace) -> None:
@@ -184,7 +192,8 @@ class FinetuneRun:
 
         config, model, optimizer, report = self.config, self.model, self.optimizer, self.report
         device, scaler = self._device(), self.scaler
-        data = batches(self.blocks.train, config.batch_size, config.steps * config.grad_accum, config.seed)
+        together = config.batch_size * self.crew.count
+        data = batches(self.blocks.train, together, config.steps * config.grad_accum, config.seed)
         done = len(report.steps)
         data = itertools.islice(data, done * config.grad_accum, None)
         model.train()
@@ -199,7 +208,7 @@ class FinetuneRun:
             report.skipped_steps = optimizer.skipped_steps
 
         for number in range(done, config.steps):
-            if stop:
+            if stop.asked():
                 break
             step_start, step_lanes = time.perf_counter(), self._lanes(wait=False)
             generators = Generators(device)
@@ -207,7 +216,7 @@ class FinetuneRun:
             loss_sum = torch.zeros((), device=device)
             held: dict[str, int] = {}
             for _ in range(config.grad_accum):
-                loss = self._loss(next(data).to(device))
+                loss = self._loss(self.crew.part(next(data)).to(device))
                 self._see(held)
                 scaler.scale(loss / config.grad_accum).backward()  # type: ignore[no-untyped-call]
                 self._see(held)
@@ -232,11 +241,11 @@ class FinetuneRun:
             if measured is not None:
                 report.count(measured.as_dict())
             figures = StepFigures(
-                loss=loss_sum.item() / config.grad_accum,
+                loss=self.crew.mean(loss_sum.item() / config.grad_accum),
                 lr=lr,
                 grad_norm=norm,
                 seconds=time.perf_counter() - step_start,
-                tokens=config.tokens_per_step,
+                tokens=config.tokens_per_step * self.crew.count,
                 lanes={name: lane.bytes for name, lane in self._lanes(step_lanes, wait=False).items()},
                 bound="" if measured is None else measured.bound,
                 held=held,
@@ -297,7 +306,7 @@ class FinetuneRun:
         self.model.eval()
         with self._phase(f"evaluate_{when}"):
             for batch in torch.split(blocks, config.batch_size):
-                if stop:
+                if stop.asked():
                     return None
                 total += float(self._loss(batch.long().to(device))) * len(batch)
         self.progress.say(f"held-out loss {when} training: {total / len(blocks):.4f} nats per token")
@@ -325,7 +334,8 @@ class FinetuneRun:
 
         self.model.config.dtype = self._dtype()  # what the files hold, so that it loads as it was saved
         offload.save_pretrained(self.model, self.config.out)
-        self.tokenizer.save_pretrained(self.config.out)
+        if self.crew.first:
+            self.tokenizer.save_pretrained(self.config.out)
 
     def _lanes(self, since: dict[str, LaneFigures] | None = None, wait: bool = True) -> dict[str, LaneFigures]:
         import offload

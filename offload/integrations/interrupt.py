@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -15,8 +15,16 @@ __all__ = ["StopRequest", "stop_on_signals"]
 class StopRequest:
     """Whether somebody asked to stop, and by which signal."""
 
-    def __init__(self) -> None:
+    def __init__(self, together: Callable[[int], int] = lambda number: number) -> None:
         self.signal: signal.Signals | None = None
+        self._together = together
+
+    def asked(self) -> bool:
+        """Has somebody asked any of the processes that run together? Collective: all of them ask this."""
+        number = self._together(0 if self.signal is None else self.signal.value)
+        if number and self.signal is None:
+            self.signal = signal.Signals(number)
+        return bool(number)
 
     def __bool__(self) -> bool:
         return self.signal is not None
@@ -33,14 +41,18 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals(*, quiet: bool = False, within: float = 0.0) -> Iterator[StopRequest]:
+def stop_on_signals(
+    *, quiet: bool = False, within: float = 0.0, together: Callable[[int], int] = lambda number: number
+) -> Iterator[StopRequest]:
     """While inside, the first SIGINT or SIGTERM only notes the request, and says so on standard error unless `quiet`; a
     second one acts as it did before. If the context is not left `within` seconds after that (0: no limit), the process
     ends where it is, with the exit code of the request.
 
+    ``together`` returns the largest of the numbers that all processes of a run call it with.
+
     Outside the main thread Python delivers no signals, and the request never comes.
     """
-    request = StopRequest()
+    request = StopRequest(together)
     if threading.current_thread() is not threading.main_thread():
         yield request
         return

@@ -90,6 +90,7 @@ class ShareBuffer(GradientBuffer):
         self._whole, self.keeps_whole = whole, keeps_whole
         self._local: Local | None = None
         self.arrived = [False] * len(unit.members)
+        self.fresh: set[int] = set()  # of these, those that came since gradients are averaged again
         self.expected: list[int] = []  # members that had a gradient on some rank the last time
         self.carried: torch.Tensor | None = None  # stage 1: the share of earlier passes, beside the whole
         self.ticket: Ticket | None = None
@@ -118,7 +119,7 @@ class ShareBuffer(GradientBuffer):
     def take_local(self) -> tuple[Local | None, list[bool]]:
         """What is to be averaged, and of which members; nothing is here afterwards."""
         local, arrived = self._local, self.arrived
-        self.arrived = [False] * len(arrived)
+        self.arrived, self.fresh = [False] * len(arrived), set()
         if self.keeps_whole:
             return self.local, arrived
         self._local = None
@@ -182,6 +183,7 @@ class ReducedGradients(Gradients):
         self._dirty = False  # something has arrived since everything was averaged
         self._reducing: deque[tuple[Ticket, str]] = deque()
         self.deferred = False  # see `offload.no_sync`
+        self.may_defer = all(buffer.keeps_whole for buffer in buffers)
 
     def arrived(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
         buffer, gradient = self._shares[unit.index], gradient.detach()
@@ -203,6 +205,7 @@ class ReducedGradients(Gradients):
         buffer.promised.discard(index)
         self._dirty = True
         if not self.deferred:
+            buffer.fresh.add(index)
             self._reduce_complete()
 
     def _reduce_complete(self) -> None:
@@ -374,4 +377,4 @@ class SplitGradient(torch.Tensor):
 
 def _is_complete(buffer: ShareBuffer) -> bool:
     expected = buffer.expected or [i for i, m in enumerate(buffer.unit.members) if m.parameter.requires_grad]
-    return all(buffer.arrived[i] for i in expected) and any(buffer.arrived)
+    return bool(buffer.fresh) and buffer.fresh.issuperset(expected)

@@ -3,6 +3,7 @@ sent and held, and ranks that disagree."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import tempfile
@@ -397,3 +398,35 @@ def test_a_mesh_of_copies_and_shares() -> None:
         assert [norm for _, norm in losses] == [norm for _, norm in results[0][0]]
         assert [norm for _, norm in losses] == pytest.approx([norm for _, norm in expected], rel=1e-5)
         assert all(torch.equal(found[name], results[0][1][name]) for name in found)
+
+
+def accumulating(rank: int, ranks: int, stage: int, quiet: bool) -> Any:
+    model = wrapped(made(), tiers=["gpu"], zero_stage=stage)
+    optimizer = offload.AdamW(model.parameters(), lr=1e-2)
+    for ids in batches(2 * ranks, 3):
+        first, second = ids.chunk(ranks)[rank].chunk(2)
+        before = sent(model)
+        with offload.no_sync(model) if quiet else contextlib.nullcontext():
+            model(first).backward()
+        between = sent(model)
+        model(second).backward()
+        norm = offload.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return offload.state_dict(model, master=True), norm.item(), between - before, sent(model) - between
+
+
+def sent(model: nn.Module) -> int:
+    network = offload.stats(model).lanes.get("network")
+    return 0 if network is None else network.bytes
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_accumulation_without_sending_until_the_last_pass_where_the_stage_allows_it(stage: int) -> None:
+    quiet, loud = on_ranks(2, accumulating, 2, stage, True), on_ranks(2, accumulating, 2, stage, False)
+    for rank in range(2):
+        for name, value in loud[rank][0].items():
+            torch.testing.assert_close(quiet[rank][0][name], value, rtol=1e-4, atol=1e-5)
+        assert quiet[rank][1] == pytest.approx(loud[rank][1], rel=1e-5)
+        assert (quiet[rank][2] == 0) == (stage == 1)
+        assert (sum(quiet[rank][2:]) < sum(loud[rank][2:])) == (stage == 1)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from offload.checkpoint.files import write_text
-from offload.checkpoint.writer import Entry, entry_of, in_files, write_file
+from offload.checkpoint.together import Together
+from offload.checkpoint.writer import Entry, entry_of, in_files
 from offload.progress import through
 from offload.sharding.unit import Member, Unit
 from offload.sizes import parse_size
@@ -35,13 +36,15 @@ def save_pretrained(
 
     Tied tensors are stored once, under their first name. With ``master``, trained parameters are written as their fp32
     masters, else in the compute dtype. Files are named as ``transformers`` names them: ``model.safetensors``, or
-    shards of at most ``max_shard_size`` and an index. Each file is written aside, synced and renamed.
+    shards of at most ``max_shard_size`` and an index. Each file is written aside, synced and renamed. Collective: with
+    several ranks all call it, and the first one writes.
     """
     runtime = runtime_of_model(model)
     runtime.undo_abandoned()
     runtime.settle()
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
+    together = Together(runtime.parts.ranks)
+    together.first(lambda: folder.mkdir(parents=True, exist_ok=True))
     shards = list(in_files(_entries(runtime, model, master), parse_size(max_shard_size))) or [[]]
     files = (
         [WEIGHTS]
@@ -51,9 +54,15 @@ def save_pretrained(
     where, total = {}, 0
     parts = list(zip(files, shards, strict=True))
     for file, shard in through("saving", parts, lambda part: sum(entry.nbytes for entry in part[1])):
-        write_file(folder / file, shard)
+        together.write_file(folder / file, shard)
         where.update(dict.fromkeys((entry.key for entry in shard), file))
         total += sum(entry.nbytes for entry in shard)
+    together.first(lambda: _finish(folder, model, files, where, total))
+    together.end()
+
+
+def _finish(folder: Path, model: nn.Module, files: list[str], where: dict[str, str], total: int) -> None:
+    """The index, no files of an earlier export, and the configuration."""
     if len(files) > 1:
         write_text(
             folder / INDEX,

@@ -14,7 +14,7 @@ from torch import nn
 
 from offload.checkpoint.dtypes import ALL
 from offload.checkpoint.manifest import Manifest, read_manifest
-from offload.checkpoint.save import SLOTS, named_buffers
+from offload.checkpoint.save import SLOTS, named_buffers, rng_key
 from offload.checkpoint.shards import Shards, Stored
 from offload.errors import CheckpointError
 from offload.progress import through
@@ -64,7 +64,9 @@ def _load(
         for group, saved in zip(optimizer.param_groups, manifest.groups, strict=True):
             group.update(saved["options"])
         optimizer.skipped_steps = manifest.skipped_steps
-    torch.set_rng_state(reader.get("rng:cpu"))
+    key = rng_key(runtime.parts.ranks.number)
+    if key in manifest.tensors:  # a rank more than there were goes on with its own
+        torch.set_rng_state(reader.get(key))
     if "rng:device" in manifest.tensors:
         runtime.device.set_rng_state(reader.get("rng:device"))
     if manifest.python_random is not None:

@@ -26,7 +26,8 @@ from offload.checkpoint.manifest import (
     point_to,
     write_manifest,
 )
-from offload.checkpoint.writer import Entry, TensorFile, Written, entry_of, in_files, write_file
+from offload.checkpoint.together import Together
+from offload.checkpoint.writer import Entry, Written, entry_of, in_files
 from offload.errors import ConfigError, OffloadError
 from offload.progress import through
 from offload.sharding.layout import Span
@@ -57,6 +58,8 @@ def save_checkpoint(
     checkpoints stay, the older ones as ``path/gen-NNNNNN``, which loads too. Takes a few MiB of memory, however large
     the model is: state goes to the files piece by piece.
 
+    Collective: with several ranks all call it, and the first one writes.
+
     Raises CheckpointError or OSError if the disk refuses; the old checkpoint is then intact.
     """
     runtime = runtime_of_model(model)
@@ -66,30 +69,50 @@ def save_checkpoint(
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
         raise ConfigError(f"expected keep to be the number of checkpoints to keep, at least 1, found {keep!r}")
     root = Path(path)
+    together = Together(runtime.parts.ranks)
+    found = together.first(lambda: _new_generation(root, keep))
+    folder, older = found or (root, {})
+    try:
+        manifest = _write(folder, runtime, model, optimizer, extra, together)
+        together.first(lambda: _commit(root, folder, manifest, older))
+        together.end()
+    except BaseException:
+        # What fails after the rename that commits must not take the new one away.
+        if found is not None and not names(root, folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if found is not None:
+        for old in root.glob(f"{GENERATION}*"):
+            if old != folder and old.name not in older:
+                shutil.rmtree(old, ignore_errors=True)
+        for stale in root.glob(f".{POINTER}.*.tmp"):  # of a save that was killed
+            stale.unlink(missing_ok=True)
+
+
+def _new_generation(root: Path, keep: int) -> tuple[Path, dict[str, str]]:
+    """An empty folder for a new one, and the older ones that stay."""
     make_directory(root)
     older = {k: v for k, v in committed(root).items() if (root / k).is_dir()}
     older = dict(list(older.items())[max(0, len(older) + 1 - keep) :])
     numbers = [int(p.name[4:]) for p in root.glob(f"{GENERATION}*") if p.name[4:].isdigit()]
     folder = root / f"{GENERATION}{max(numbers, default=0) + 1:06d}"
     folder.mkdir()
-    try:
-        manifest = _write(folder, runtime, model, optimizer, extra)
-        write_manifest(folder, manifest)
-        sync_directory(root)
-        point_to(root, folder, older)
-    except BaseException:
-        if not names(root, folder):  # what fails after the rename that commits must not take the new one away
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    for old in root.glob(f"{GENERATION}*"):
-        if old != folder and old.name not in older:
-            shutil.rmtree(old, ignore_errors=True)
-    for stale in root.glob(f".{POINTER}.*.tmp"):  # of a save that was killed
-        stale.unlink(missing_ok=True)
+    return folder, older
+
+
+def _commit(root: Path, folder: Path, manifest: Manifest, older: dict[str, str]) -> None:
+    write_manifest(folder, manifest)
+    sync_directory(root)
+    point_to(root, folder, older)
 
 
 def _write(
-    folder: Path, runtime: Runtime, model: nn.Module, optimizer: OffloadedOptimizer | None, extra: Any
+    folder: Path,
+    runtime: Runtime,
+    model: nn.Module,
+    optimizer: OffloadedOptimizer | None,
+    extra: Any,
+    together: Together,
 ) -> Manifest:
     files: list[FileEntry] = []
     where: dict[str, str] = {}
@@ -108,10 +131,10 @@ def _write(
         entries = _state_entries(runtime, group)
         numbers = range(len(files), len(files) + len(entries))
         names = [f"tensors-{number:05d}.safetensors" for number in numbers]
-        for file, written in zip(names, _write_state(folder, names, entries, runtime, group), strict=True):
+        for file, written in zip(names, _write_state(folder, names, entries, runtime, group, together), strict=True):
             note(file, written)
     for others in in_files(_other_entries(runtime, model), SHARD):
-        note(name(), write_file(folder / name(), others))
+        note(name(), together.write_file(folder / name(), others))
     members = {id(m.parameter): m for u in runtime.units for m in u.members}
     groups = None
     if optimizer is not None:
@@ -177,9 +200,10 @@ def _write_state(
     entries: Sequence[Sequence[Entry]],
     runtime: Runtime,
     group: Sequence[tuple[Unit, Sequence[Member]]],
+    together: Together,
 ) -> list[Written]:
     with ExitStack() as stack:
-        files = [stack.enter_context(TensorFile(folder / n, e)) for n, e in zip(names, entries, strict=True)]
+        files = [stack.enter_context(together.file(folder / n, e)) for n, e in zip(names, entries, strict=True)]
         for unit, members in group:
             span = Span(members[0].slot.offset, members[-1].slot.end - members[0].slot.offset)
             for part, *state in runtime.state.pieces(unit, span):
@@ -201,10 +225,16 @@ def _other_entries(runtime: Runtime, model: nn.Module) -> Iterator[Entry]:
                 yield Entry(f"weight:{member.name}", unit.dtype, member.slot.shape, pieces)
     for name, value in named_buffers(model):
         yield entry_of(f"buffer:{name}", value)
-    yield entry_of("rng:cpu", torch.get_rng_state())
+    for rank, generator in enumerate(runtime.parts.ranks.states(torch.get_rng_state())):
+        yield entry_of(rng_key(rank), generator)
     device_state = runtime.device.rng_state()
     if device_state is not None:
         yield entry_of("rng:device", device_state)
+
+
+def rng_key(rank: int) -> str:
+    """The generator of the host, of each rank."""
+    return f"rng:cpu:{rank}" if rank else "rng:cpu"
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,7 +20,7 @@ import enum
 import os
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from offload.errors import ConfigError, RankMismatchError
 from offload.lanes import Lanes
-from offload.sharding.layout import ALONE, Span, Split
+from offload.sharding.layout import ALONE, FlatLayout, Span, Split
 from offload.storage.ticket import FutureTicket
 from offload.storage.worker import Worker
 
@@ -243,6 +243,44 @@ class Ranks:
         """What errors call the units."""
         for channel in self._channels:
             channel.names = list(names)
+
+    def pieces(self, span: Span, layout: FlatLayout, largest: int) -> Iterator[tuple[int, Span]]:
+        """Cut a part of a unit by who holds it, into at most ``largest`` elements: rank and piece, alike on all."""
+        for rank in range(self.split.ranks):
+            part = span.overlap(layout.share(replace(self.split, rank=rank)))
+            if part is not None:
+                for start in range(part.start, part.end, largest):
+                    yield rank, Span(start, min(largest, part.end - start))
+
+    def spread(self, unit: int, values: Sequence[torch.Tensor], rank: int) -> None:
+        """Host ``values``, which ``rank`` holds, to all others. Collective."""
+
+        def work() -> None:
+            call = Call(Kind.READ, unit, sum(v.numel() for v in values), 0)
+            self.passes.agree(call)
+            for one in values:
+                self.passes.spread(call, one, rank)
+
+        if not self.alone:
+            self.passes.run(work)
+
+    def states(self, state: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's host ``state`` (flat, of one size). Collective."""
+        if self.alone:
+            return [state]
+
+        def work() -> torch.Tensor:
+            call = Call(Kind.READ, number=state.numel())
+            self.passes.agree(call)
+            return self.passes.collect(call, state)
+
+        rows: torch.Tensor = self.passes.run(work)
+        return list(rows)
+
+    @property
+    def number(self) -> int:
+        """Of this rank among all."""
+        return 0 if self.alone else self._members.index(dist.get_rank())
 
     def assemble(self, unit: int, flat: torch.Tensor, span: Span, share: Callable[[Split], Span]) -> None:
         """Host ``flat`` holds this rank's part of ``span`` of a unit; fill in what the other ranks hold. Collective."""

@@ -61,6 +61,16 @@ class GatheredResidency(Residency):
             self._drop()
         return super().stepped()
 
+    def is_stale(self, unit: Unit) -> bool:
+        if not unit.sharded or unit.pins:
+            return super().is_stale(unit)
+        with self.changed:
+            self._whole.pop(unit.index, None)  # the next use gathers it
+            self._ahead.discard(unit.index)
+            if self._releasable(unit):
+                self.release(unit)
+        return False
+
     def _gather(self, unit: Unit) -> None:
         self._whole[unit.index] = None
         if unit.state is State.AWAY:

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from offload.sharding.homes import HostHome, SwapHome
+from offload.sharding.homes import ComputeHome, HostHome, SwapHome
+from offload.sharding.layout import Span
 from offload.sharding.unit import Member, Unit
+from offload.sizes import PAGE, round_up
+from offload.storage.memory import HostMemory
 from offload.training.optimizer import runtime_of
 from offload.training.parameter import OffloadedParameter, ResidentParameter
 from offload.training.runtime import Runtime, runtime_of_model
-from offload.training.state import read_member
+from offload.training.state import member_span, read_member
 from offload.training.steps import LaneStats, StepStats
 
 PIECE = 4 << 20  # bytes
@@ -113,7 +116,16 @@ def state_dict(model: nn.Module, master: bool = False) -> dict[str, torch.Tensor
 
 def weight_pieces(runtime: Runtime, unit: Unit, member: Member) -> Iterator[torch.Tensor]:
     """The weights of a parameter in the compute dtype, from their home, as flat host tensors of a few MiB at most; each
-    is gone when the next is asked for. Nothing is pending."""
+    is gone when the next is asked for. Nothing is pending. Where they are split over ranks, all of them must ask."""
+    if unit.sharded:
+        ranks = runtime.parts.ranks
+        for rank, piece in ranks.pieces(member_span(member), unit.layout, PIECE // unit.dtype.itemsize):
+            values = torch.empty(piece.count, dtype=unit.dtype, device="cpu")
+            if rank == ranks.split.rank:
+                values.copy_(_of_share(runtime, unit, piece))
+            ranks.spread(unit.index, [values], rank)
+            yield values
+        return
     size = unit.dtype.itemsize
     begin, end = member.slot.offset * size, (member.slot.offset + member.slot.numel) * size
     home, staging = unit.home, runtime.state.staging
@@ -127,6 +139,19 @@ def weight_pieces(runtime: Runtime, unit: Unit, member: Member) -> Iterator[torc
     flat = home.buffer if isinstance(home, HostHome) and not unit.keep else unit.region.flat
     for start in range(begin, end, PIECE):
         yield flat[start : min(start + PIECE, end)].cpu().view(unit.dtype)
+
+
+def _of_share(runtime: Runtime, unit: Unit, piece: Span) -> torch.Tensor:
+    """Weights from the home of a sharded unit, as a host copy; ``piece`` lies in the share."""
+    size, home = unit.dtype.itemsize, unit.home
+    begin, end = (piece.start - unit.share.start) * size, (piece.end - unit.share.start) * size
+    if not isinstance(home, SwapHome):
+        assert isinstance(home, HostHome | ComputeHome)
+        return home.buffer[begin:end].cpu().view(unit.dtype)
+    start = begin // PAGE * PAGE
+    buffer = HostMemory(round_up(end) - start).tensor
+    home.read(buffer, start).wait()
+    return buffer[begin - start : end - start].view(unit.dtype)
 
 
 def read_tensor(runtime: Runtime, value: torch.Tensor, master: bool) -> torch.Tensor:

@@ -222,6 +222,10 @@ class Residency:
             finally:
                 self.unhold(unit)
 
+    def is_stale(self, unit: Unit) -> bool:
+        """The weights at home are new: must compute memory be filled again now?"""
+        return self.is_resident(unit)
+
     def is_resident(self, unit: Unit) -> bool:
         return unit.state is State.RESIDENT
 

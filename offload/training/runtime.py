@@ -383,7 +383,7 @@ class Runtime:
             yield
             self._unfollowed.discard(unit.index)
             unit.keep = False
-            if self._residency.is_resident(unit):
+            if self._residency.is_stale(unit):
                 self.parts.transfers.fetch(unit).order_compute()
             with torch._C.DisableTorchFunctionSubclass():
                 torch.autograd.graph.increment_version([m.parameter for m in unit.members])

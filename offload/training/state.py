@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from offload.sharding.homes import ComputeHome, HostHome, SwapHome
-from offload.sharding.layout import Span, blocks
+from offload.sharding.layout import BLOCK, Span, blocks
 from offload.sharding.ranks import Ranks
 from offload.sharding.unit import Home, Member, StateBlock, Unit
 from offload.storage.staging import StagingPool
@@ -66,7 +66,10 @@ class StateStore:
 
     def pieces(self, unit: Unit, span: Span) -> Iterator[tuple[Span, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """As :meth:`visit`, for reading only: what comes is gone when the next is asked for. The next block is read
-        meanwhile, if there is a buffer."""
+        meanwhile, if there is a buffer. With several ranks, what they hold as well: all of them must ask."""
+        if not self.ranks.alone:
+            yield from self._pieces_of_all(unit, span)
+            return
         blocks = deque(b for b in unit.blocks if b.span.overlap(span))
         ahead: deque[tuple[StateBlock, torch.Tensor, Ticket]] = deque()
         staging = self.staging
@@ -99,6 +102,21 @@ class StateStore:
                 wait_quietly(ticket)
                 assert staging is not None
                 staging.release(buffer)
+
+    def _pieces_of_all(self, unit: Unit, span: Span) -> Iterator[tuple[Span, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        for rank, piece in self.ranks.pieces(span, unit.layout, BLOCK):
+            dtypes = (torch.float32, self.dtype, self.dtype)
+            rows = [torch.zeros(piece.count, dtype=dtype, device="cpu") for dtype in dtypes]
+
+            def copy(part: Span, *state: torch.Tensor, piece: Span = piece, rows: list[torch.Tensor] = rows) -> None:
+                for row, values in zip(rows, state, strict=True):
+                    row[part.start - piece.start : part.end - piece.start].copy_(values)
+
+            if rank == self.ranks.split.rank:
+                self.visit(unit, piece, copy, write=False)
+            self.ranks.spread(unit.index, rows, rank)
+            master, exp_avg, exp_avg_sq = rows
+            yield piece, master, exp_avg, exp_avg_sq
 
     @staticmethod
     def _part(

@@ -1,0 +1,89 @@
+"""Writing files of a model that is split over ranks: the first rank writes, all of them bring what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+
+from offload.checkpoint.writer import Entry, TensorFile, Written
+from offload.errors import CheckpointError
+from offload.sharding.ranks import Kind, Ranks
+
+Result = TypeVar("Result")
+
+
+class Together:
+    """One save. What fails on the first rank is kept until :meth:`end`, since the others go on bringing their parts;
+    with one rank it is raised at once."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.error: Exception | None = None
+
+    def first(self, action: Callable[[], Result]) -> Result | None:
+        """Do something on the first rank, unless something has failed."""
+        if self._ranks.alone:
+            return action()
+        if not self._ranks.first or self.error is not None:
+            return None
+        try:
+            return action()
+        except Exception as error:  # noqa: BLE001  (raised by `end`)
+            self.error = error
+            return None
+
+    def file(self, path: Path, entries: Sequence[Entry]) -> TogetherFile:
+        """The file at ``path`` with these tensors; a context."""
+        return TogetherFile(self, path, entries)
+
+    def write_file(self, path: Path, entries: Sequence[Entry]) -> Written:
+        """One file, tensor after tensor."""
+        with self.file(path, entries) as file:
+            file.put_all(entries)
+            return file.commit()
+
+    def end(self) -> None:
+        """All is written. Raises what failed on the first rank, and CheckpointError on the others."""
+        whole = self._ranks.all_say(self.error is None, Kind.END)
+        if self.error is not None:
+            raise self.error
+        if not whole:
+            raise CheckpointError("the first rank could not write the files; see its error. What was there is intact")
+
+
+class TogetherFile:
+    """As :class:`TensorFile`, on the first rank; on the others it takes values and drops them."""
+
+    def __init__(self, together: Together, path: Path, entries: Sequence[Entry]) -> None:
+        self._together, self._keys = together, [entry.key for entry in entries]
+        self._file = together.first(lambda: TensorFile(path, entries))
+
+    def put(self, key: str, values: torch.Tensor) -> None:
+        """See :meth:`TensorFile.put`."""
+        file = self._file
+        if file is not None:
+            self._together.first(lambda: file.put(key, values))
+
+    def put_all(self, entries: Iterable[Entry]) -> None:
+        """See :meth:`TensorFile.put_all`."""
+        for entry in entries:
+            for values in entry.pieces():
+                self.put(entry.key, values)
+
+    def commit(self) -> Written:
+        """See :meth:`TensorFile.commit`; nothing is known of a file that was not written here."""
+        written = None if self._file is None else self._together.first(self._file.commit)
+        return written or Written(0, "", dict.fromkeys(self._keys, 0))
+
+    def __enter__(self) -> TogetherFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()

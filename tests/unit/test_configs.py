@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 from offload.config import WrapConfig
 from offload.planning.memory import MemoryPlan, plan_memory
+from offload.planning.ranks import state_of_rank
 from tests.loops import ROOT
 
 FILES = sorted((ROOT / "configs").glob("*.toml"))
@@ -33,6 +34,7 @@ MEANT_FOR = {
     "70b-lora-24gb": ("70b", False),
     "laptop": ("1b", True),
 }
+OF_RANKS = {"7b-2x24gb": ("8b", 2), "13b-8x24gb": ("13b", 8)}
 
 
 class Lora(nn.Module):
@@ -78,7 +80,7 @@ def plan(name: str) -> MemoryPlan:
 
 
 def test_every_file_is_known_here() -> None:
-    assert {path.stem for path in FILES} == {"default", *MEANT_FOR}
+    assert {path.stem for path in FILES} == {"default", *MEANT_FOR, *OF_RANKS}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -96,3 +98,18 @@ def test_the_model_has_room_within_its_budgets(name: str) -> None:
     config = WrapConfig.from_toml(ROOT / "configs" / f"{name}.toml")
     assert made.swapped() <= (config.budgets.nvme or 0)
     assert made.swapped() > 0.6 * (config.budgets.nvme or 0)  # it asks for no more than it needs
+
+
+@pytest.mark.parametrize("name", OF_RANKS)
+def test_the_share_of_each_rank_has_room(name: str) -> None:
+    shape, ranks = OF_RANKS[name]
+    config = WrapConfig.from_toml(ROOT / "configs" / f"{name}.toml")
+    model = build(shape, lora=False)
+    layer = sum(p.numel() for p in model.get_submodule("model.layers.0").parameters())
+    largest = max(layer, max(p.numel() for p in model.parameters()))
+    state = state_of_rank(sum(p.numel() for p in model.parameters()), ranks, config.zero_stage, largest=largest)
+    gpu, cpu = config.budgets.gpu or 0, config.budgets.cpu or 0
+    assert config.tiers == ("gpu", "cpu")
+    assert state.weights + state.gathered <= gpu
+    assert state.gradients <= cpu
+    assert state.total <= 0.9 * (gpu + cpu)  # the rest is for staging buffers, and for units that are not cut evenly

@@ -29,7 +29,6 @@ std::uint64_t Piece::call_size() const {
 }
 
 int advance(Piece& piece, std::int64_t result) {
-  piece.moved_ns = monotonic_ns();
   if (result > 0) {
     piece.at += static_cast<std::uint64_t>(result);
     piece.retries = 0;
@@ -42,15 +41,6 @@ int advance(Piece& piece, std::int64_t result) {
   if (++piece.retries > kMaxRetries) return error;
   if (error == EAGAIN) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   return kMore;
-}
-
-void take_sums(const Piece& piece) {
-  const auto& [granule, out, how, reserved] = piece.request->sums;
-  if (out == nullptr) return;
-  for (std::uint64_t at = piece.begin; at < piece.end; at += granule) {
-    const auto* data = reinterpret_cast<const unsigned char*>(piece.request->buffer) + at;
-    out[at / granule] = piece.request->checksum(data, std::min(granule, piece.end - at));
-  }
 }
 
 std::int64_t monotonic_ns() {
@@ -160,12 +150,6 @@ bool AioEngine::write_is_next_locked() const {
   return all > 0 ? 4 * in_flight_[true] < all + 1 : passed_over_ >= 3;
 }
 
-// A piece holds whole granules, so that whoever moves it can take its checksums.
-std::uint64_t AioEngine::piece_size(const Request& request) const {
-  if (request.sums.out == nullptr) return piece_size_;
-  return std::max(piece_size_ / request.sums.granule, std::uint64_t{1}) * request.sums.granule;
-}
-
 bool AioEngine::take_locked(Piece* piece) {
   if (idle_locked()) return false;
   const bool write = write_is_next_locked();
@@ -173,10 +157,7 @@ bool AioEngine::take_locked(Piece* piece) {
   std::deque<Request*>& queue = queues_[write];
   Request& request = *queue.front();
   if (request.handed_out == 0) request.result.start_ns = monotonic_ns();
-  *piece = Piece{};
-  piece->request = &request;
-  piece->at = piece->begin = request.handed_out;
-  piece->end = std::min(request.handed_out + piece_size(request), request.nbytes);
+  *piece = Piece{&request, request.handed_out, std::min(request.handed_out + piece_size_, request.nbytes), 0};
   request.handed_out = piece->end;
   ++request.pieces;
   ++in_flight_[write];
@@ -189,8 +170,9 @@ void AioEngine::report(const Piece& piece, int error) {
   Request& request = *piece.request;
   --request.pieces;
   --in_flight_[request.write];
-  request.result.nbytes += piece.at - piece.begin;
-  request.result.end_ns = std::max(request.result.end_ns, piece.moved_ns);
+  // Where the piece began: every piece but the last is of full size.
+  const std::uint64_t begin = (piece.end - 1) / piece_size_ * piece_size_;
+  request.result.nbytes += piece.at - begin;
   if (error != 0 && request.result.error == 0) {
     request.result.error = error;
     if (request.handed_out < request.nbytes) {  // nothing of it is begun any more
@@ -208,7 +190,7 @@ bool AioEngine::exhausted() {
 }
 
 void AioEngine::finish_locked(Request& request) {
-  if (request.result.end_ns == 0) request.result.end_ns = monotonic_ns();  // nothing of it has moved
+  request.result.end_ns = monotonic_ns();
   request.complete = true;
   completed_.notify_all();
 }

@@ -22,9 +22,7 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
-#include <vector>
 
-#include "crc32c.h"
 #include "offload_native.h"
 
 namespace offload {
@@ -39,8 +37,6 @@ struct Request {
   std::uint64_t nbytes;
   std::uint64_t offset;
   std::uint64_t max_call;
-  offload_aio_sums sums;  // out is null: none are wanted
-  Crc32c checksum;
 
   // Under the engine's mutex:
   std::uint64_t handed_out = 0;  // bytes that are in some piece already
@@ -54,9 +50,7 @@ struct Piece {
   Request* request = nullptr;
   std::uint64_t at = 0;   // next byte to move, from the start of the request
   std::uint64_t end = 0;  // one past the last
-  std::uint64_t begin = 0;
   int retries = 0;
-  std::int64_t moved_ns = 0;  // when the last system call came back
 
   char* address() const { return request->buffer + at; }
   std::uint64_t file_offset() const { return request->offset + at; }
@@ -68,9 +62,6 @@ struct Piece {
 // piece is over: 0 or a positive errno value.
 constexpr int kMore = -1;
 int advance(Piece& piece, std::int64_t result);
-
-// Takes the checksums of a piece that has moved, if they are wanted.
-void take_sums(const Piece& piece);
 
 std::int64_t monotonic_ns();
 
@@ -106,7 +97,6 @@ class AioEngine {
   virtual void join_threads() = 0;  // called once, by close()
 
  private:
-  std::uint64_t piece_size(const Request& request) const;
   bool idle_locked() const { return queues_[0].empty() && queues_[1].empty(); }
   bool write_is_next_locked() const;
   bool take_locked(Piece* piece);

@@ -162,7 +162,7 @@ int32_t offload_aio_open(int32_t backend, int32_t workers, int32_t depth, uint64
 }
 
 int32_t offload_aio_submit(int64_t engine, int32_t write, int32_t fd, void* buffer, uint64_t nbytes, uint64_t offset,
-                           uint64_t max_call, const offload_aio_sums* sums, int64_t* id) {
+                           uint64_t max_call, int64_t* id) {
   if (id == nullptr || (buffer == nullptr && nbytes > 0)) return -EINVAL;
   constexpr uint64_t kLargest = INT64_MAX;
   if (offset > kLargest || nbytes > kLargest - offset) return -EOVERFLOW;
@@ -173,11 +173,6 @@ int32_t offload_aio_submit(int64_t engine, int32_t write, int32_t fd, void* buff
   request.nbytes = nbytes;
   request.offset = offset;
   request.max_call = max_call == 0 || max_call > offload::kMaxCall ? offload::kMaxCall : max_call;
-  if (sums != nullptr) {
-    if (sums->granule == 0 || (sums->out == nullptr && nbytes > 0)) return -EINVAL;
-    request.sums = *sums;
-    if (const int32_t code = offload::crc32c_by(sums->how, &request.checksum); code != 0) return code;
-  }
   return with_engine(engine, [&](AioEngine& found) { return found.submit(request, id); });
 }
 

@@ -29,7 +29,6 @@ class ThreadsEngine final : public AioEngine {
       do {
         outcome = advance(piece, move(piece));
       } while (outcome == kMore);
-      if (outcome == 0) take_sums(piece);
       report(piece, outcome);
     }
   }

@@ -160,77 +160,13 @@ class Ring {
   unsigned tail_;
 };
 
-// Threads that take the checksums of pieces that have moved, and report them: the ring's own has a disk to keep at
-// work.
-class Summers {
- public:
-  Summers(std::size_t room, std::function<void(const Piece&)> report) : report_(std::move(report)) {
-    waiting_.reserve(room);
-    try {
-      for (int i = 0; i < kThreads; ++i) threads_.push_back(start_quiet_thread([this] { serve(); }));
-    } catch (...) {
-      finish();
-      throw;
-    }
-  }
-  ~Summers() { finish(); }
-  Summers(const Summers&) = delete;
-  Summers& operator=(const Summers&) = delete;
-
-  // False: so many wait that the caller should do it.
-  bool hand_over(const Piece& piece) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (waiting_.size() == waiting_.capacity()) return false;
-      waiting_.push_back(piece);
-    }
-    work_.notify_one();
-    return true;
-  }
-
-  // When nothing more will be handed over: ends the threads after what waits.
-  void finish() {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      finishing_ = true;
-    }
-    work_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
-    threads_.clear();
-  }
-
- private:
-  static constexpr int kThreads = 2;  // each as fast as several disks
-
-  void serve() {
-    for (;;) {
-      std::unique_lock<std::mutex> lock(mutex_);
-      work_.wait(lock, [this] { return finishing_ || !waiting_.empty(); });
-      if (waiting_.empty()) return;
-      const Piece piece = waiting_.front();
-      waiting_.erase(waiting_.begin());
-      lock.unlock();
-      take_sums(piece);
-      report_(piece);
-    }
-  }
-
-  const std::function<void(const Piece&)> report_;
-  std::mutex mutex_;  // guards what follows
-  std::condition_variable work_;
-  std::vector<Piece> waiting_;  // in the order of arrival; never grows beyond what it has reserved
-  bool finishing_ = false;
-  std::vector<std::thread> threads_;
-};
-
 class UringEngine final : public AioEngine {
  public:
   UringEngine(int depth, std::uint64_t piece_size)
       : AioEngine(piece_size),
         ring_(static_cast<unsigned>(depth) + 1),
         bell_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-        slots_(static_cast<std::size_t>(depth)),
-        summers_(static_cast<std::size_t>(depth), [this](const Piece& piece) { report(piece, 0); }) {
+        slots_(static_cast<std::size_t>(depth)) {
     if (bell_.get() < 0) fail(errno, "eventfd");
     for (std::size_t i = 0; i < slots_.size(); ++i) free_slots_.push_back(i);
     thread_ = start_quiet_thread([this] { serve(); });
@@ -334,12 +270,7 @@ class UringEngine final : public AioEngine {
   }
 
   void finish(std::size_t slot, int error) {
-    const Piece& piece = slots_[slot];
-    const bool summed = error == 0 && piece.request->sums.out != nullptr;
-    if (!summed || !summers_.hand_over(piece)) {
-      if (summed) take_sums(piece);
-      report(piece, error);
-    }
+    report(slots_[slot], error);
     free_slots_.push_back(slot);
   }
 
@@ -364,7 +295,6 @@ class UringEngine final : public AioEngine {
   }
   void join_threads() override {
     if (thread_.joinable()) thread_.join();
-    summers_.finish();
   }
 
   Ring ring_;
@@ -374,7 +304,6 @@ class UringEngine final : public AioEngine {
   std::mutex registering_;
   std::atomic<bool> registered_{false};
   std::vector<iovec> buffers_;  // does not change once registered_ is true
-  Summers summers_;
   std::thread thread_;
 };
 

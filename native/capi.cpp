@@ -146,14 +146,15 @@ int32_t offload_crc_hardware(void) {
 
 int32_t offload_crc32c(const void* data, uint64_t nbytes, uint64_t granule, uint32_t* out, int32_t how,
                        int32_t threads) {
-  if (granule == 0 || threads < 1) return -EINVAL;
+  if (granule == 0 || threads < 1 || (how != OFFLOAD_CRC_SOFTWARE && how != OFFLOAD_CRC_HARDWARE)) return -EINVAL;
   struct Context {
     const unsigned char* data;
     std::size_t nbytes, granule;
     uint32_t* out;
     offload::Crc32c checksum;
-  } context{static_cast<const unsigned char*>(data), nbytes, granule, out, nullptr};
-  if (const int32_t code = offload::crc32c_by(how, &context.checksum); code != 0) return code;
+  } context{static_cast<const unsigned char*>(data), nbytes, granule, out,
+            how == OFFLOAD_CRC_HARDWARE ? offload::crc32c_hardware() : offload::crc32c_software};
+  if (context.checksum == nullptr) return -ENOTSUP;
   if (nbytes == 0) return 0;
   if (!data || !out) return -EINVAL;
   constexpr std::size_t kPortionBytes = 256 << 10;

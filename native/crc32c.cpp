@@ -6,10 +6,7 @@
 // See docs/decisions/0009-crc-by-instruction.md.
 #include "crc32c.h"
 
-#include <cerrno>
 #include <cstring>
-
-#include "offload_native.h"
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>
@@ -171,11 +168,5 @@ Crc32c crc32c_hardware() {
 }
 
 #endif
-
-std::int32_t crc32c_by(std::int32_t how, Crc32c* found) {
-  if (how != OFFLOAD_CRC_SOFTWARE && how != OFFLOAD_CRC_HARDWARE) return -EINVAL;
-  *found = how == OFFLOAD_CRC_HARDWARE ? crc32c_hardware() : crc32c_software;
-  return *found == nullptr ? -ENOTSUP : 0;
-}
 
 }  // namespace offload

@@ -15,9 +15,6 @@ std::uint32_t crc32c_software(const unsigned char* data, std::size_t size);
 // The one that uses the processor's CRC instruction; nullptr where it has none.
 Crc32c crc32c_hardware();
 
-// The one that OFFLOAD_CRC_... names. 0, or -EINVAL for an unknown number, -ENOTSUP where the processor lacks it.
-std::int32_t crc32c_by(std::int32_t how, Crc32c* found);
-
 }  // namespace offload
 
 #endif  // OFFLOAD_CRC32C_H

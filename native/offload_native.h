@@ -124,21 +124,11 @@ OFFLOAD_API int32_t offload_aio_probe_uring(char* text, size_t size);
 // piece: a request is moved in pieces of this many bytes (0: 4 MiB), several at a time; a multiple of 4096.
 OFFLOAD_API int32_t offload_aio_open(int32_t backend, int32_t workers, int32_t depth, uint64_t piece, int64_t* engine);
 
-// Where the checksums of a request's granules go, as of offload_crc32c(); the request keeps `out` as it keeps its
-// buffer.
-typedef struct offload_aio_sums {
-  uint64_t granule;
-  uint32_t* out;
-  int32_t how;
-  int32_t reserved;
-} offload_aio_sums;
-
 // Queues one request and returns at once. Requests that read go before those that write, but while both wait, a quarter
 // of the pieces in flight are writes; among those of one direction the order is that of arrival. No system call moves
-// more than max_call bytes (0: 1 GiB, also the most). sums: checksums are taken of the buffer, beside the program, of
-// each piece that has moved, while caches hold it; NULL: none. What is noted of a piece that failed is undefined.
+// more than max_call bytes (0: 1 GiB, also the most).
 OFFLOAD_API int32_t offload_aio_submit(int64_t engine, int32_t write, int32_t fd, void* buffer, uint64_t nbytes,
-                                       uint64_t offset, uint64_t max_call, const offload_aio_sums* sums, int64_t* id);
+                                       uint64_t offset, uint64_t max_call, int64_t* id);
 
 // 1 when request id has completed, 0 when not, -ENOENT when there is none.
 OFFLOAD_API int32_t offload_aio_done(int64_t engine, int64_t id);

@@ -10,9 +10,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from offload.native_lib import Completion, Library, library, missing
 
@@ -55,31 +53,18 @@ class Aio:
         self._lib: Final = lib
         self._pid: Final = os.getpid()
         self._engine: Final = lib.aio_open(backend == "uring", workers, depth, piece)
-        # Memory of requests that have not been waited for: the kernel, or the engine, may still use it.
-        self._buffers: Final[dict[int, object]] = {}
+        # Tensors of requests that have not been waited for: the kernel may still use their memory.
+        self._buffers: Final[dict[int, torch.Tensor]] = {}
         self._closed = False
         # Also runs at the end of the interpreter. It holds the buffers until the engine has drained.
         self._finalizer: Final = weakref.finalize(self, _free, lib, self._engine, self._pid, self._buffers)
 
-    def submit(
-        self,
-        write: bool,
-        fd: int,
-        buffer: torch.Tensor,
-        offset: int,
-        max_piece: int = 0,
-        *,
-        granule: int = 0,
-        sums: NDArray[np.uint32] | None = None,
-        hardware: bool = False,
-    ) -> int:
+    def submit(self, write: bool, fd: int, buffer: torch.Tensor, offset: int, max_piece: int = 0) -> int:
         """Queues a transfer of the whole buffer at byte `offset` of `fd` and returns its number, without waiting.
 
         buffer: uint8, contiguous, on the CPU; it is kept alive until the request has been waited for. With O_DIRECT
         its address, its length and the offset must be what the file system asks for.
         max_piece: bytes that one system call may move (0: 1 GiB), for tests of short transfers.
-        sums: where the CRC-32C of each `granule` bytes of the buffer goes once they have moved, by the processor's
-        instruction if `hardware`; also kept alive. A request that fails leaves there what may be wrong.
         """
         self._check_process()
         if not isinstance(buffer, torch.Tensor):
@@ -90,23 +75,10 @@ class Aio:
             raise ValueError(f"buffer must be contiguous and on the CPU, it is on {buffer.device}")
         if offset < 0 or max_piece < 0:
             raise ValueError(f"offset and max_piece must be >= 0, got {offset} and {max_piece}")
-        if sums is not None and (
-            granule < 1
-            or sums.dtype != np.uint32
-            or sums.shape != (-(-buffer.numel() // granule),)
-            or not (sums.flags.c_contiguous and sums.flags.writeable)
-        ):
-            raise ValueError(
-                f"sums must be writable, contiguous, and one uint32 for each {granule} of {buffer.numel()} bytes, got "
-                f"{sums.dtype} of shape {sums.shape}"
-            )
         if self._closed:
             raise ValueError("this Aio is closed; open another one")
-        into = None if sums is None else (granule, sums.ctypes.data, hardware)
-        request = self._lib.aio_submit(
-            self._engine, write, fd, buffer.data_ptr(), buffer.numel(), offset, max_piece, into
-        )
-        self._buffers[request] = (buffer, sums)
+        request = self._lib.aio_submit(self._engine, write, fd, buffer.data_ptr(), buffer.numel(), offset, max_piece)
+        self._buffers[request] = buffer
         return request
 
     def register(self, buffers: Sequence[torch.Tensor]) -> str:
@@ -170,7 +142,7 @@ def _unknown(error: OSError, request: int) -> Exception:
     return error
 
 
-def _free(lib: Library, engine: int, pid: int, buffers: dict[int, object]) -> None:
+def _free(lib: Library, engine: int, pid: int, buffers: dict[int, torch.Tensor]) -> None:
     if os.getpid() == pid:
         lib.aio_free(engine)
     buffers.clear()

@@ -53,15 +53,6 @@ class _AioCompletion(ctypes.Structure):
     )
 
 
-class _AioSums(ctypes.Structure):
-    _fields_ = (
-        ("granule", ctypes.c_uint64),
-        ("out", ctypes.c_void_p),
-        ("how", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-    )
-
-
 @dataclass(frozen=True)
 class Completion:
     """How one request of file I/O ended.
@@ -93,7 +84,7 @@ _SIGNATURES: Final = (
     ("offload_crc32c", _I32, (_POINTER, _U64, _U64, _POINTER, _I32, _I32)),
     ("offload_aio_probe_uring", _I32, (_TEXT, _SIZE)),
     ("offload_aio_open", _I32, (_I32, _I32, _I32, _U64, _I64_OUT)),
-    ("offload_aio_submit", _I32, (_I64, _I32, _I32, _POINTER, _U64, _U64, _U64, _POINTER, _I64_OUT)),
+    ("offload_aio_submit", _I32, (_I64, _I32, _I32, _POINTER, _U64, _U64, _U64, _I64_OUT)),
     ("offload_aio_done", _I32, (_I64, _I64)),
     ("offload_aio_wait", _I32, (_I64, _I64, _I64, ctypes.POINTER(_AioCompletion))),
     ("offload_aio_register", _I32, (_I64, _I32, ctypes.c_void_p, ctypes.c_void_p)),
@@ -174,21 +165,11 @@ class Library:
         return engine.value
 
     def aio_submit(
-        self,
-        engine: int,
-        write: bool,
-        fd: int,
-        address: int,
-        nbytes: int,
-        offset: int,
-        max_call: int,
-        sums: tuple[int, int, bool] | None,
+        self, engine: int, write: bool, fd: int, address: int, nbytes: int, offset: int, max_call: int
     ) -> int:
-        """`sums`: bytes of a granule, address of room for one 32-bit value per granule, whether by the instruction."""
         request = ctypes.c_int64()
-        into = None if sums is None else ctypes.byref(_AioSums(*sums))
         code = self._c.offload_aio_submit(
-            engine, int(write), fd, address, nbytes, offset, max_call, into, ctypes.byref(request)
+            engine, int(write), fd, address, nbytes, offset, max_call, ctypes.byref(request)
         )
         self._check(code, "queueing a request")
         return request.value

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from benchmarks.peers import models
@@ -182,17 +183,13 @@ class Offloaded(Loop):
 
 
 def _do_without_checksums() -> None:
-    """From now on, nothing that swap space moves in this process is summed or compared."""
-    from offload.storage.record import Expected
-    from offload.storage.swap import SwapSpace
+    """From now on, nothing that swap space moves in this process is summed: every sum is 0."""
+    from offload.storage import record, swap
 
-    start = SwapSpace._start
+    def zeros(buffer: torch.Tensor, granule: int) -> Any:
+        return np.zeros(-(-buffer.numel() // granule), dtype=np.uint32)
 
-    def without_sums(self: SwapSpace, *arguments: Any) -> Any:
-        return start(self, *arguments[:4])
-
-    setattr(SwapSpace, "_start", without_sums)  # noqa: B010  (of a class that is not ours to declare anew)
-    setattr(Expected, "wrong", lambda *_: [])  # noqa: B010
+    record.checksums = swap.checksums = zeros  # type: ignore[attr-defined]
 
 
 def wrap_settings(job: Job, model: torch.nn.Module) -> dict[str, Any]:

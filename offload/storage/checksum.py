@@ -9,7 +9,6 @@ by name instead of being trained on. Swap space dies with its process, so nothin
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from offload import native
 
-__all__ = ["GRANULE", "Checksums", "Summing", "Sums", "checksums", "note_bytes"]
+__all__ = ["GRANULE", "Checksums", "checksums", "note_bytes"]
 
 GRANULE = 64 << 10
 """Bytes under one checksum, where reads and writes are never finer: 5 bytes of memory for each 64 KiB on disk."""
@@ -42,27 +41,6 @@ def checksums(buffer: torch.Tensor, granule: int) -> Sums:
     return np.array([zlib.crc32(view[at : at + granule]) for at in range(0, len(view), granule)], dtype=np.uint32)
 
 
-@dataclass(frozen=True)
-class Summing:
-    """Where the checksums of a transfer go, one for each granule of its buffer.
-
-    # Note [When sums are taken]
-    By whoever moves the bytes, piece by piece, when they have moved: caches still hold them, and no thread of the
-    program waits for it.
-    """
-
-    granule: int  # bytes
-    out: Sums
-
-    def take(self, buffer: torch.Tensor) -> None:
-        """Fill `out` now."""
-        self.out[:] = checksums(buffer, self.granule)
-
-    def part(self, begin: int, end: int) -> Summing:
-        """For bytes `begin` to `end` of the buffer; `begin` is a multiple of the granule, `end` too or the last."""
-        return Summing(self.granule, self.out[begin // self.granule : -(-end // self.granule)])
-
-
 class Checksums:
     """The notes of one extent of `nbytes`. Offsets are multiples of `granule`; lengths too, but for the extent's end.
 
@@ -84,17 +62,10 @@ class Checksums:
                 f"found offset {offset}, length {length}; allocate it with a finer granule"
             )
 
-    def writing(self, offset: int, length: int) -> Summing:
-        """Where a write notes what it has written. Until then, and where it fails, nothing on the disk agrees with the
-        notes: neither what was there before nor a part of what was to come."""
-        at = self._range(offset, -(-length // self.granule))
-        np.invert(self._sums[at], out=self._sums[at])
-        self._known[at] = True
-        return Summing(self.granule, self._sums[at])
-
-    def reading(self, length: int) -> Summing:
-        """Where a read of `length` bytes notes what has come."""
-        return Summing(self.granule, np.empty(-(-length // self.granule), dtype=np.uint32))
+    def note(self, offset: int, sums: Sums) -> None:
+        """What was handed over for writing at byte `offset`."""
+        at = self._range(offset, len(sums))
+        self._sums[at], self._known[at] = sums, True
 
     def expected(self, offset: int, length: int) -> tuple[Sums, NDArray[np.bool_]]:
         """The notes of a range, and which of its granules were ever written."""

@@ -14,7 +14,6 @@ import torch
 from aiofiles.ospath import wrap  # type: ignore[attr-defined]  # public, but not in the stubs
 
 from offload.lanes import Lane, Lanes
-from offload.storage.checksum import Summing
 from offload.storage.io_base import RETRIES, RETRY, IoBackend, early_end, retry_pause
 from offload.storage.ticket import FutureTicket, Ticket
 
@@ -47,29 +46,15 @@ class AiofilesBackend(IoBackend):
         self._thread.start()
 
     def _submit(
-        self,
-        write: bool,
-        fd: int,
-        buffer: torch.Tensor,
-        offset: int,
-        max_piece: int,
-        lane: Lane | None,
-        sums: Summing | None,
+        self, write: bool, fd: int, buffer: torch.Tensor, offset: int, max_piece: int, lane: Lane | None
     ) -> Ticket:
         with self._idle:
             self._inflight += 1
-        transfer = self._transfer(write, fd, buffer, offset, max_piece, lane, sums)
+        transfer = self._transfer(write, fd, buffer, offset, max_piece, lane)
         return FutureTicket(asyncio.run_coroutine_threadsafe(transfer, self._loop), buffer)
 
     async def _transfer(
-        self,
-        write: bool,
-        fd: int,
-        buffer: torch.Tensor,
-        offset: int,
-        max_piece: int,
-        lane: Lane | None,
-        sums: Summing | None,
+        self, write: bool, fd: int, buffer: torch.Tensor, offset: int, max_piece: int, lane: Lane | None
     ) -> None:
         start = time.monotonic_ns()
         try:
@@ -84,8 +69,6 @@ class AiofilesBackend(IoBackend):
                     raise outcome
             if lane is not None:
                 lane.record(start, time.monotonic_ns(), len(view))
-            if sums is not None:
-                await self._loop.run_in_executor(self._workers, sums.take, buffer)
         finally:
             with self._idle:
                 self._inflight -= 1

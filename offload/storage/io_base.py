@@ -14,7 +14,6 @@ import torch
 
 from offload.lanes import Lane, Lanes
 from offload.storage import faults
-from offload.storage.checksum import Summing
 from offload.storage.ticket import DoneTicket, FutureTicket, Ticket
 
 __all__ = ["MAX_CALL", "RETRIES", "RETRY", "IoBackend", "check_buffer", "early_end", "retry_pause"]
@@ -44,35 +43,21 @@ class IoBackend(ABC):
         self._faulty_lock = threading.Lock()
         self._closed = False
 
-    def read(
-        self, fd: int, buffer: torch.Tensor, offset: int, *, lane: Lane | None = None, sums: Summing | None = None
-    ) -> Ticket:
+    def read(self, fd: int, buffer: torch.Tensor, offset: int, *, lane: Lane | None = None) -> Ticket:
         """Fill `buffer` (uint8, contiguous, on the CPU) from byte `offset` of `fd`.
 
-        The transfer is counted on `lane`, by default on "nvme_read" of the backend's own lanes, if it has some. The
-        checksums of what has moved are in `sums` when it has ended well.
+        The transfer is counted on `lane`, by default on "nvme_read" of the backend's own lanes, if it has some.
         """
-        return self._request(False, fd, buffer, offset, lane, sums)
+        return self._request(False, fd, buffer, offset, lane)
 
-    def write(
-        self, fd: int, buffer: torch.Tensor, offset: int, *, lane: Lane | None = None, sums: Summing | None = None
-    ) -> Ticket:
-        """Write `buffer` to `fd` from byte `offset` on. Arguments as for `read`; default lane "nvme_write"."""
-        return self._request(True, fd, buffer, offset, lane, sums)
+    def write(self, fd: int, buffer: torch.Tensor, offset: int, *, lane: Lane | None = None) -> Ticket:
+        """Write `buffer` to `fd` from byte `offset` on. Buffer and lane as for `read`; default lane "nvme_write"."""
+        return self._request(True, fd, buffer, offset, lane)
 
-    def submit(
-        self,
-        write: bool,
-        fd: int,
-        buffer: torch.Tensor,
-        offset: int,
-        *,
-        lane: Lane | None = None,
-        sums: Summing | None = None,
-    ) -> Ticket:
+    def submit(self, write: bool, fd: int, buffer: torch.Tensor, offset: int, *, lane: Lane | None = None) -> Ticket:
         """A request that no fault on request hits and that is counted on `lane` alone: for probes and second tries."""
         self._check(buffer, offset)
-        return self._submit(write, fd, buffer, offset, MAX_CALL, lane, sums) if buffer.numel() else DoneTicket()
+        return self._submit(write, fd, buffer, offset, MAX_CALL, lane) if buffer.numel() else DoneTicket()
 
     def register(self, buffers: Sequence[torch.Tensor]) -> str:
         """Make transfers of these buffers cheaper, where that can be. Empty, or why not.
@@ -97,9 +82,7 @@ class IoBackend(ABC):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _request(
-        self, write: bool, fd: int, buffer: torch.Tensor, offset: int, lane: Lane | None, sums: Summing | None
-    ) -> Ticket:
+    def _request(self, write: bool, fd: int, buffer: torch.Tensor, offset: int, lane: Lane | None) -> Ticket:
         self._check(buffer, offset)
         if lane is None and self.lanes is not None:
             lane = self.lanes["nvme_write" if write else "nvme_read"]
@@ -108,11 +91,11 @@ class IoBackend(ABC):
         op = "write" if write else "read"
         fault = faults.draw(op, buffer.numel())
         if fault is None:
-            return self._submit(write, fd, buffer, offset, MAX_CALL, lane, sums)
+            return self._submit(write, fd, buffer, offset, MAX_CALL, lane)
         with self._faulty_lock:
             if self._faulty is None:
                 self._faulty = ThreadPoolExecutor(max_workers=16, thread_name_prefix="offload-fault")
-            return FutureTicket(self._faulty.submit(self._suffer, fault, op, fd, buffer, offset, lane, sums), buffer)
+            return FutureTicket(self._faulty.submit(self._suffer, fault, op, fd, buffer, offset, lane), buffer)
 
     def _check(self, buffer: torch.Tensor, offset: int) -> None:
         check_buffer(buffer)
@@ -122,14 +105,7 @@ class IoBackend(ABC):
             raise ValueError(f"the I/O backend {self.name!r} is closed")
 
     def _suffer(
-        self,
-        fault: faults.Fault | None,
-        op: str,
-        fd: int,
-        buffer: torch.Tensor,
-        offset: int,
-        lane: Lane | None,
-        sums: Summing | None,
+        self, fault: faults.Fault | None, op: str, fd: int, buffer: torch.Tensor, offset: int, lane: Lane | None
     ) -> None:
         """One request that a fault has hit, from its beginning to its end."""
         tries = 0
@@ -144,20 +120,13 @@ class IoBackend(ABC):
             time.sleep(fault.delay_ms / 1e3)
             if fault.error:
                 if fault.short:
-                    self._submit(op == "write", fd, buffer[: fault.short], offset, MAX_CALL, lane, None).wait()
+                    self._submit(op == "write", fd, buffer[: fault.short], offset, MAX_CALL, lane).wait()
                 raise OSError(fault.error, os.strerror(fault.error))
-        self._submit(op == "write", fd, buffer, offset, piece, lane, sums).wait()
+        self._submit(op == "write", fd, buffer, offset, piece, lane).wait()
 
     @abstractmethod
     def _submit(
-        self,
-        write: bool,
-        fd: int,
-        buffer: torch.Tensor,
-        offset: int,
-        max_piece: int,
-        lane: Lane | None,
-        sums: Summing | None,
+        self, write: bool, fd: int, buffer: torch.Tensor, offset: int, max_piece: int, lane: Lane | None
     ) -> Ticket:
         """Start a request that has been checked; no system call may move more than `max_piece` bytes."""
 

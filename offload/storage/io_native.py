@@ -13,7 +13,6 @@ import torch
 
 from offload import native
 from offload.lanes import Lane, Lanes
-from offload.storage.checksum import Summing
 from offload.storage.io_base import MAX_CALL, IoBackend
 from offload.storage.ticket import Ticket
 
@@ -107,25 +106,13 @@ class NativeBackend(IoBackend):
         self._open_lock = threading.Lock()
 
     def _submit(
-        self,
-        write: bool,
-        fd: int,
-        buffer: torch.Tensor,
-        offset: int,
-        max_piece: int,
-        lane: Lane | None,
-        sums: Summing | None,
+        self, write: bool, fd: int, buffer: torch.Tensor, offset: int, max_piece: int, lane: Lane | None
     ) -> Ticket:
         aio = self._aio
         if aio is None:
             raise ValueError(f"the I/O backend {self.name!r} is closed")
         # The native core splits at its own size; 0 leaves that alone.
-        piece = 0 if max_piece >= MAX_CALL else max_piece
-        if sums is None:
-            request = aio.submit(write, fd, buffer, offset, piece)
-        else:
-            by = native.crc() == "hardware"
-            request = aio.submit(write, fd, buffer, offset, piece, granule=sums.granule, sums=sums.out, hardware=by)
+        request = aio.submit(write, fd, buffer, offset, max_piece=0 if max_piece >= MAX_CALL else max_piece)
         ticket = NativeTicket(aio, request, buffer.numel(), lane)
         with self._open_lock:
             self._open.append(ticket)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from offload.errors import SwapError
 from offload.lanes import warn_once
-from offload.storage.checksum import Summing, Sums
+from offload.storage.checksum import Sums, checksums
 from offload.storage.ticket import AllTickets, Ticket
 
 __all__ = ["CheckedRead", "Expected"]
@@ -29,17 +29,19 @@ class Expected:
     sums: Sums
     known: NDArray[np.bool_]
 
-    def wrong(self, found: Sums) -> list[int]:
-        """The granules of the range, known ones, of which other bytes were found than were written."""
-        return [int(i) for i in np.flatnonzero((found != self.sums) & self.known)]
+    def wrong(self, buffer: torch.Tensor) -> list[int]:
+        """The granules of the range whose bytes in `buffer` are others than those written. The known are enough."""
+        if not self.known.any():
+            return []
+        differs = (checksums(buffer, self.granule) != self.sums) & self.known
+        return [int(i) for i in np.flatnonzero(differs)]
 
 
 class CheckedRead(Ticket):
     """One read of an extent, in one part for each piece of it that it touches.
 
     Bytes that do not match are read once more, for the case that they were hurt on their way; `reread` starts that.
-    `where` names the file of a byte of the range, as SwapError tells it. `sums` are those of what has come, once the
-    parts have ended if `taken`, else to be taken then.
+    `where` names the file of a byte of the range, as SwapError tells it.
     """
 
     def __init__(
@@ -47,13 +49,10 @@ class CheckedRead(Ticket):
         parts: Sequence[Ticket],
         buffer: torch.Tensor,
         expected: Expected,
-        sums: Summing,
-        taken: bool,
         reread: Callable[[], Sequence[Ticket]],
         where: Callable[[int], dict[str, object]],
     ) -> None:
         self._parts, self._expected, self._reread, self._where = AllTickets(parts), expected, reread, where
-        self._sums, self._taken = sums, taken
         self._buffer: torch.Tensor | None = buffer
         self._error: SwapError | None = None
         self._lock = threading.Lock()
@@ -77,13 +76,10 @@ class CheckedRead(Ticket):
             raise copy.copy(self._error)
 
     def _verify(self, buffer: torch.Tensor) -> None:
-        if not self._taken:
-            self._sums.take(buffer)
-        if not self._expected.wrong(self._sums.out):
+        if not self._expected.wrong(buffer):
             return
         AllTickets(self._reread()).wait()
-        self._sums.take(buffer)
-        wrong = self._expected.wrong(self._sums.out)
+        wrong = self._expected.wrong(buffer)
         if not wrong:
             warn_once(f"swap: {self._expected.name!r} came back damaged and was right when read again: check the disk")
             return

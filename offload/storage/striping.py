@@ -21,8 +21,7 @@ _ROUNDS = 4
 
 
 def stripes(nbytes: int, rooms: Sequence[int], stripe: int = STRIPE) -> list[tuple[int, int]]:
-    """Parts of a record as (file, bytes), in the order in which they follow each other in the record: the one that is
-    no whole number of stripes comes last, so that granules are not cut.
+    """Parts of a record as (file, bytes), in the order in which they follow each other in the record.
 
     In proportion to `rooms` (free bytes, whose sum is at least `nbytes`), in whole stripes; what they leave over, or a
     record of no more than one, goes where there is the most room.
@@ -36,7 +35,7 @@ def stripes(nbytes: int, rooms: Sequence[int], stripe: int = STRIPE) -> list[tup
         more = min(left, rooms[file] - shares[file])
         shares[file] += more
         left -= more
-    return [(file, shares[file]) for file in sorted(order, key=lambda f: shares[f] % stripe > 0) if shares[file]]
+    return [(file, shares[file]) for file in order if shares[file]]
 
 
 def measured_weights(files: Sequence[SwapFile], backend: IoBackend) -> list[float]:

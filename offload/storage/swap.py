@@ -18,7 +18,7 @@ import torch
 from offload.errors import ConfigError, SwapError
 from offload.lanes import Lanes
 from offload.sizes import PAGE, round_up
-from offload.storage.checksum import GRANULE, Checksums, Summing
+from offload.storage.checksum import GRANULE, Checksums, checksums
 from offload.storage.disk import spread
 from offload.storage.extents import FreeList
 from offload.storage.io_base import IoBackend, check_buffer
@@ -49,12 +49,6 @@ class Extent:
     nbytes: int
     pieces: tuple[Piece, ...]
     name: str = "unnamed"  # of the record in it, for messages
-    granule: int = GRANULE  # bytes under one checksum
-
-    @property
-    def whole_granules(self) -> bool:
-        """Does every piece hold whole granules? Where space was short of large holes, some may lie in two pieces."""
-        return not any(piece.nbytes % self.granule for piece in self.pieces[:-1])
 
 
 class SwapSpace:
@@ -154,7 +148,7 @@ class SwapSpace:
                 missing = nbytes - sum(free.total for free in self._free)
             if missing > 0:
                 self._grow(missing)
-            extent = Extent(self._next_key, nbytes, self._take(nbytes), name, granule)
+            extent = Extent(self._next_key, nbytes, self._take(nbytes), name)
             self._next_key += 1
             self._live[extent.key], self._sums[extent.key] = [], Checksums(nbytes, granule)
             self._used += nbytes
@@ -314,14 +308,12 @@ class SwapSpace:
             )
         if not 0 <= offset <= offset + length <= extent.nbytes:
             raise ValueError(f"bytes {offset} to {offset + length} are not within an extent of {extent.nbytes} bytes")
-        by_parts = extent.whole_granules
         with self._lock:
             self._check_open()
             notes = self._sums[self._known(extent)]
             notes.check_range(offset, length)
             self._refuse_while_late(write)
-            sums = notes.writing(offset, length) if write else notes.reading(length)
-            parts = self._start(write, extent, buffer, offset, sums if by_parts else None)
+            parts = self._start(write, extent, buffer, offset)
             under_way = self._live[extent.key]
             while under_way and under_way[0].done():  # what nobody waits for must not pile up
                 under_way.pop(0).settle()
@@ -331,22 +323,19 @@ class SwapSpace:
             else:
                 expected = Expected(extent.name, offset, notes.granule, *notes.expected(offset, length))
         if write:
-            if not by_parts:
-                sums.take(buffer)
+            sums = checksums(buffer, notes.granule)  # while the disk is at work
+            with self._lock:
+                notes.note(offset, sums)
             return parts[0] if len(parts) == 1 else AllTickets(parts)
         return CheckedRead(
             parts,
             buffer,
             expected,
-            sums,
-            by_parts,
             lambda: self._reread(extent, buffer, offset),
             lambda at: self._where(extent, offset + at),
         )
 
-    def _start(
-        self, write: bool, extent: Extent, buffer: torch.Tensor, offset: int, sums: Summing | None = None
-    ) -> list[SwapTicket]:
+    def _start(self, write: bool, extent: Extent, buffer: torch.Tensor, offset: int) -> list[SwapTicket]:
         """One request for each piece of the extent that the range touches."""
         lane = self.lanes["nvme_write" if write else "nvme_read"]
         tickets: list[SwapTicket] = []
@@ -355,9 +344,10 @@ class SwapSpace:
             first, last = max(offset, start), min(offset + buffer.numel(), start + piece.nbytes)
             if first < last:
                 part, where = buffer[first - offset : last - offset], piece.offset + first - start
-                into = None if sums is None else sums.part(first - offset, last - offset)
-                file, late = self._files[piece.file], self._late.append
-                tickets.append(SwapTicket(self._backend, file, write, part, where, lane, self._limit_s, late, into))
+                file = self._files[piece.file]
+                tickets.append(
+                    SwapTicket(self._backend, file, write, part, where, lane, self._limit_s, self._late.append)
+                )
             start += piece.nbytes
         return tickets
 

@@ -13,7 +13,6 @@ import torch
 
 from offload.lanes import Lane, warn_once
 from offload.storage import hung
-from offload.storage.checksum import Summing
 from offload.storage.io_base import IoBackend
 from offload.storage.swapfile import SwapFile
 from offload.storage.ticket import Ticket
@@ -43,17 +42,15 @@ class SwapTicket(Ticket):
         lane: Lane,
         limit_s: float | None = None,
         late: Callable[[SwapTicket], None] | None = None,
-        sums: Summing | None = None,
     ) -> None:
         self._backend, self._file, self._write, self._offset, self._lane = backend, file, write, offset, lane
-        self._limit_s, self._late, self._sums = limit_s, late, sums
+        self._limit_s, self._late = limit_s, late
         self._asked = time.monotonic()
         self._length = buffer.numel()
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._buffer: torch.Tensor | None = buffer
-        start = backend.write if write else backend.read
-        self._request: Ticket | None = start(file.fd, buffer, offset, lane=lane, sums=sums)
+        self._request: Ticket | None = (backend.write if write else backend.read)(file.fd, buffer, offset, lane=lane)
 
     @property
     def directory(self) -> Path:
@@ -114,7 +111,7 @@ class SwapTicket(Ticket):
                 raise
             warn_once(f"direct I/O refused a transfer in {self._file.directory}: it went through the page cache")
             fd = self._file.buffered_fd()
-            self._backend.submit(self._write, fd, buffer, self._offset, lane=self._lane, sums=self._sums).wait()
+            self._backend.submit(self._write, fd, buffer, self._offset, lane=self._lane).wait()
 
     def _left(self) -> float | None:
         """Seconds of the time limit that are left."""

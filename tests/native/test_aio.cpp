@@ -26,10 +26,9 @@ struct Engine {
     CHECK_EQUAL(offload_aio_open(backend, workers, depth, piece, &handle), 0);
   }
   ~Engine() { offload_aio_free(handle); }
-  std::int64_t submit(bool write, int fd, std::vector<char>& buffer, std::uint64_t offset, std::uint64_t max_call = 0,
-                      const offload_aio_sums* sums = nullptr) {
+  std::int64_t submit(bool write, int fd, std::vector<char>& buffer, std::uint64_t offset, std::uint64_t max_call = 0) {
     std::int64_t id = 0;
-    CHECK_EQUAL(offload_aio_submit(handle, write, fd, buffer.data(), buffer.size(), offset, max_call, sums, &id), 0);
+    CHECK_EQUAL(offload_aio_submit(handle, write, fd, buffer.data(), buffer.size(), offset, max_call, &id), 0);
     return id;
   }
   offload_aio_completion wait(std::int64_t id) {
@@ -139,44 +138,6 @@ void several_threads_wait_for_one() {
   CHECK(got >= 1);
 }
 
-// Granules that divide a piece, that do not, and that are larger than one.
-void checksums_are_taken_of_what_moved() {
-  File file;
-  for (const std::size_t n : {1, 4096, 65536, 300000, 1000003}) {
-    for (const std::uint64_t granule : {1000, 4096, 40000, 100000, 2000000}) {
-      Engine engine(3, 2);  // a short queue, so that pieces pile up
-      auto data = noise(n, 6);
-      std::vector<char> back(n);
-      std::vector<std::uint32_t> expected((n + granule - 1) / granule), out(expected.size());
-      CHECK_EQUAL(offload_crc32c(data.data(), n, granule, expected.data(), OFFLOAD_CRC_SOFTWARE, 1), 0);
-      const offload_aio_sums sums{granule, out.data(), OFFLOAD_CRC_SOFTWARE, 0};
-      for (const bool write : {true, false}) {
-        std::fill(out.begin(), out.end(), 0);
-        const auto done = engine.wait(engine.submit(write, file.fd, write ? data : back, 0, 3000, &sums));
-        CHECK_EQUAL(done.error, 0);
-        CHECK_EQUAL(done.nbytes, n);
-        CHECK(out == expected);
-      }
-      CHECK(data == back);
-    }
-  }
-}
-
-void close_waits_for_checksums() {
-  File file;
-  auto data = noise(3000000, 7);
-  std::vector<std::uint32_t> out(5 * 46), expected(46);
-  CHECK_EQUAL(offload_crc32c(data.data(), data.size(), 65536, expected.data(), OFFLOAD_CRC_SOFTWARE, 1), 0);
-  {
-    Engine engine(1, 1);
-    for (int i = 0; i < 5; ++i) {
-      const offload_aio_sums sums{65536, out.data() + 46 * i, OFFLOAD_CRC_SOFTWARE, 0};
-      engine.submit(true, file.fd, data, std::uint64_t(i) * data.size(), 0, &sums);
-    }
-  }
-  for (int i = 0; i < 5; ++i) CHECK(std::equal(expected.begin(), expected.end(), out.begin() + 46 * i));
-}
-
 void close_drains() {
   File file;
   auto data = noise(3000000, 4);
@@ -187,7 +148,7 @@ void close_drains() {
   CHECK_EQUAL(offload_aio_close(engine.handle), 0);
   closer.join();
   std::int64_t id = 0;
-  CHECK_EQUAL(offload_aio_submit(engine.handle, 1, file.fd, data.data(), 1, 0, 0, nullptr, &id), -ESHUTDOWN);
+  CHECK_EQUAL(offload_aio_submit(engine.handle, 1, file.fd, data.data(), 1, 0, 0, &id), -ESHUTDOWN);
   for (const std::int64_t one : ids) {
     CHECK_EQUAL(offload_aio_done(engine.handle, one), 1);
     CHECK_EQUAL(engine.wait(one).nbytes, data.size());
@@ -236,7 +197,7 @@ void a_forked_child_has_no_engines() {
   CHECK(child >= 0);
   if (child == 0) {
     std::int64_t id = 0;
-    CHECK_EQUAL(offload_aio_submit(engine.handle, 1, file.fd, data.data(), 1, 0, 0, nullptr, &id), -EBADF);
+    CHECK_EQUAL(offload_aio_submit(engine.handle, 1, file.fd, data.data(), 1, 0, 0, &id), -EBADF);
     CHECK_EQUAL(offload_aio_close(engine.handle), -EBADF);
     Engine own;
     CHECK(own.handle != engine.handle);
@@ -358,14 +319,8 @@ void wrong_arguments_are_refused() {
   CHECK_EQUAL(offload_aio_done(123456, 1), -EBADF);
   Engine engine;
   std::vector<char> byte(1);
-  CHECK_EQUAL(offload_aio_submit(engine.handle, 1, 0, nullptr, 1, 0, 0, nullptr, &id), -EINVAL);
-  CHECK_EQUAL(offload_aio_submit(engine.handle, 1, 0, byte.data(), 1, UINT64_MAX, 0, nullptr, &id), -EOVERFLOW);
-  std::uint32_t sum = 0;
-  for (const offload_aio_sums& sums :
-       {offload_aio_sums{0, &sum, OFFLOAD_CRC_SOFTWARE, 0}, offload_aio_sums{1, nullptr, OFFLOAD_CRC_SOFTWARE, 0},
-        offload_aio_sums{1, &sum, 9, 0}}) {
-    CHECK_EQUAL(offload_aio_submit(engine.handle, 1, 0, byte.data(), 1, 0, 0, &sums, &id), -EINVAL);
-  }
+  CHECK_EQUAL(offload_aio_submit(engine.handle, 1, 0, nullptr, 1, 0, 0, &id), -EINVAL);
+  CHECK_EQUAL(offload_aio_submit(engine.handle, 1, 0, byte.data(), 1, UINT64_MAX, 0, &id), -EOVERFLOW);
   CHECK_EQUAL(offload_aio_done(engine.handle, 99), -ENOENT);
 }
 
@@ -383,8 +338,6 @@ int main() {
     RUN(errors_end_a_request_and_nothing_else);
     RUN(many_threads_submit_and_wait);
     RUN(several_threads_wait_for_one);
-    RUN(checksums_are_taken_of_what_moved);
-    RUN(close_waits_for_checksums);
     RUN(close_drains);
     RUN(waiting_has_an_end);
     RUN(a_forked_child_has_no_engines);

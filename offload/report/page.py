@@ -40,7 +40,8 @@ svg { display: block; overflow: hidden; } svg rect.track { fill: var(--line); }
 .span { fill-opacity: .6; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 details div { overflow-x: auto; max-height: 24rem; }
-th, td { text-align: right; padding: .1rem .6rem; border-bottom: 1px solid var(--line); }
+th, td { text-align: right; padding: .1rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+#settings td { white-space: normal; min-width: 7rem; }
 th:first-child, td:first-child { text-align: left; }
 """
 _COLOURS = "".join(

@@ -149,8 +149,9 @@ def _plan(
         # New weights that have no other place than the host while their update runs.
         delivery=DELIVERY_BUFFERS * _delivered(units, host_visible) + sum(u.weights for u in units if u.tile),
         loading=max(loading(p.parameters) for p in cut.units),
-        # And a whole one, or two where autograd adds them up in host memory, see docs/decisions/0004.
-        spill=SPILL_BUFFERS * piece + (2 if host_visible else 1) * largest if split.alone else 0,
+        spill=SPILL_BUFFERS * piece if split.alone else 0,
+        arriving=largest,
+        summing=(3 if host_visible else 1) * largest,  # see docs/decisions/0004
         may_spill=split.alone,
         reducing=sum(reduction_bytes(cut, layouts, config, split)),
         notes=sum(

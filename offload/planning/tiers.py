@@ -108,8 +108,7 @@ def _tiers(plan: MemoryPlan, budgets: Mapping[str, int], host_visible: bool) -> 
     pieces = SPILL_BUFFERS * plan.piece if placed.spills else 0
     add("cpu", "staging", staging + delivery + pieces)
     add("cpu", "checksums", plan.notes())
-    # Whole gradients of which others are on disk, while somebody looks at them or autograd adds them up.
-    looked_at = plan.demand.spill - SPILL_BUFFERS * plan.piece if placed.spills else 0
+    looked_at = plan.demand.arriving if placed.spills else 0  # a whole gradient of those on disk, as p.grad shows it
     passing = {"gpu": moving, "cpu": tiles + looked_at}
     return {name: TierPlan(name, budgets[name], kinds, passing.get(name, 0)) for name, kinds in held.items()}
 

@@ -51,7 +51,9 @@ class Demand:
     staging: int  # host bytes for transfers when something lives on nvme
     delivery: int  # host bytes in which new weights wait for their copy to an accelerator; 0 without one
     loading: int = 0  # host bytes for first values of a unit, before there are gradients
-    spill: int = 0  # host bytes that gradients on nvme need
+    spill: int = 0  # host bytes for transfers when there are gradients on nvme
+    arriving: int = 0  # and for a whole one
+    summing: int = 0  # and for what autograd has at most of one, which is left free as far as it goes
     notes: int = 0  # host bytes for the checksums of all that may live on nvme
     may_spill: bool = True  # may gradients go to nvme?
     reducing: int = 0  # host bytes for averaging gradients over ranks
@@ -166,11 +168,13 @@ class _Placer:
         host = sum(u.gradient for u, tier in zip(units, tiers, strict=True) if tier)
         staging = (self._demand.staging + self._demand.notes if swap else 0) + self._always
         first = max(host, self._demand.loading)
-        room = self._left["cpu"] - staging - self._demand.spill
-        if swap and self._demand.may_spill and first + staging > self._left["cpu"] and self._demand.loading <= room:
+        room, arriving = self._left["cpu"] - staging - self._demand.spill, self._demand.arriving
+        spills = swap and self._demand.may_spill and first + staging > self._left["cpu"]
+        if spills and max(arriving, self._demand.loading) <= room:
             staging += self._demand.spill
-            kept, host = _kept([u.gradient if tier else 0 for u, tier in zip(units, tiers, strict=True)], room)
-            first = max(host, self._demand.loading)
+            sizes = [u.gradient if tier else 0 for u, tier in zip(units, tiers, strict=True)]
+            kept, host = _kept(sizes, max(room - self._demand.summing, 0))
+            first = max(min(host + self._demand.summing, room), self._demand.loading)
             for index, unit in enumerate(units):
                 if tiers[index] and not kept[index]:
                     tiers[index] = self._take("nvme", unit.spilled)
@@ -217,11 +221,12 @@ class _Placer:
         if last == "cpu":
             return {**out, "cpu": fixed + moved}
         staging = self._demand.staging + self._demand.notes
-        if not self._demand.may_spill or gradients <= loading + spill:
+        first = max(self._demand.arriving, loading)
+        if not self._demand.may_spill or max(gradients, loading) <= first + spill:
             return {**out, "cpu": fixed + staging, "nvme": moved}
-        kept, _ = _kept([u.gradient for u in units], loading)
+        kept, _ = _kept([u.gradient for u in units], max(first - self._demand.summing, 0))
         spilled = sum(u.spilled for u, stays in zip(units, kept, strict=True) if u.gradient and not stays)
-        return {**out, "cpu": loading + spill + delivery + staging, "nvme": moved + spilled}
+        return {**out, "cpu": first + spill + delivery + staging, "nvme": moved + spilled}
 
 
 def _kept(sizes: Sequence[int], room: int) -> tuple[list[bool], int]:

@@ -40,6 +40,8 @@ def demands(draw: st.DrawFn) -> Demand:
         delivery=draw(st.sampled_from([0, 2 * PAGE, 5 * PAGE])),
         loading=draw(st.sampled_from([0, PAGE, 9 * PAGE])),
         spill=draw(st.sampled_from([PAGE, 3 * PAGE, 30 * PAGE])),
+        arriving=(arriving := draw(st.sampled_from([0, PAGE, 5 * PAGE]))),
+        summing=arriving * draw(st.integers(1, 3)),
     )
 
 
@@ -64,7 +66,9 @@ def used(demand: Demand, placement: Placement) -> dict[str, int]:
             host_gradients += unit.gradient
         for nbytes, tier in zip(unit.blocks, blocks, strict=True):
             total[tier] += nbytes
-    total["cpu"] += demand.spill if placement.spills else 0
+    if placement.spills:
+        total["cpu"] += demand.spill
+        host_gradients += demand.arriving
     total["cpu"] += max(host_gradients, demand.loading)  # first values are gone before there are gradients
     return total
 

@@ -160,7 +160,8 @@ def wrap(
 def unwrap(model: Model) -> Model:
     """A plain module again: ordinary parameters with the trained values on the compute device, nothing left behind.
 
-    Gradients that wait for an update stay in ``p.grad``. The whole model must fit in the compute device's memory.
+    Gradients that wait for an update stay in ``p.grad``, unless they are split over several ranks. The whole model must
+    fit in the compute device's memory.
     """
     runtime = runtime_of_model(model)
     runtime.undo_abandoned()
@@ -171,7 +172,7 @@ def unwrap(model: Model) -> Model:
     for unit in runtime.units:
         restored = []
         for member in unit.members:
-            gradient = member.parameter.grad
+            gradient = member.parameter.grad if runtime.parts.ranks.alone else None
             restored.append((member.parameter.detach().clone(), None if gradient is None else gradient.clone()))
         for member, (value, gradient) in zip(unit.members, restored, strict=True):
             move_out(member.parameter, value, gradient)

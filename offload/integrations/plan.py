@@ -65,7 +65,8 @@ def plan(
             count), and the loss of its output (by default its ``loss``, or the mean of its first tensor).
         grad_accum: forward passes in a step.
         recompute: activations are computed again in backward (a model of transformers).
-        ranks, zero_stage: as for ``offload.wrap``: one rank in this release.
+        ranks, zero_stage: processes, and what they split; budgets and bytes are those of one of
+            them, the first, which holds most.
         device: "cpu" or "cuda"; None: what the profile has, or else what is here.
         hardware: a profile by name or file; None: the one that `offload probe` wrote. Without, no time is predicted.
 
@@ -74,11 +75,6 @@ def plan(
     """
     if grad_accum < 1 or ranks < 1 or batch_size < 1:
         raise ConfigError("expected batch_size, grad_accum and ranks to be 1 or more")
-    if ranks > 1:
-        raise ConfigError(
-            f"expected ranks=1, found {ranks}: offload.wrap trains on one rank in this release, so there is nothing to "
-            "plan by. What ZeRO's stages take on each of several is in offload.planning.ranks and docs/planning.md"
-        )
     profile = load_profile(hardware)
     chosen = _config(
         config,

@@ -9,6 +9,7 @@ from offload.planning.memory import MemoryPlan
 from offload.planning.profile import HardwareProfile
 from offload.planning.simulate import Course, Link, Stage, UnitLoad
 from offload.planning.trace import Trace, Use
+from offload.training.gradients import gradient_dtype
 from offload.training.state import state_bytes
 
 __all__ = ["course_of", "link_of"]
@@ -62,8 +63,12 @@ def _load(plan: MemoryPlan, index: int, config: WrapConfig, profile: HardwarePro
     spilled = placed.gradients[index] == "nvme"
     on_gpu = placed.gradients[index] == "gpu" and not visible
     compute = profile.elementwise.get("fp32") or 1.0
+    sharded, whole, split = placed.sharded[index], size.whole or size.weights, plan.split
+    others = (split.ranks - 1) / split.ranks  # of a unit, what the other ranks hold
+    element = (config.reduce_dtype or gradient_dtype(unit.dtype, config.grad_dtype)).itemsize
+    trained = size.gradient > 0
     return UnitLoad(
-        weights=size.weights,
+        weights=whole if sharded else size.weights,
         home=placed.weights[index],
         gradient=0 if visible or on_gpu or not size.blocks else size.gradient,
         gradient_on_disk=size.spilled if spilled else 0,
@@ -71,6 +76,9 @@ def _load(plan: MemoryPlan, index: int, config: WrapConfig, profile: HardwarePro
         update_s=traffic / compute / _GB if on_gpu else 0.0,
         state_on_disk=sum(b for b, t in zip(size.blocks, placed.blocks[index], strict=True) if t == "nvme"),
         blocks=max(1, len(size.blocks)),
+        gathered=int(whole * others) if sharded else 0,
+        reduced=int(plan.layouts[index].numel * element * others) if trained else 0,
+        shared=int(whole * others) if trained and not sharded else 0,
     )
 
 

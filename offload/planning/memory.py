@@ -39,6 +39,7 @@ class MemoryPlan:
     placement: Placement
     piece: int  # the largest of a gradient on disk
     may_grow: bool = False  # the cpu budget was given, and what is left of it may be used
+    split: Split = ALONE
 
     def staging_buffers(self) -> int:
         """How many there are: more than are needed, in half of what is left of a cpu budget that was given, but not
@@ -132,8 +133,7 @@ def _plan(
     split: Split,
 ) -> MemoryPlan:
     budgets = {"cpu": sys.maxsize, **budgets}  # where cpu is no tier, what gradients need there is not in question
-    padding = 0 if split.ranks == 1 else split.ranks * PAGE  # of a unit, so that all shares are equal
-    cut = partition(model, config.dtype, budgets["gpu"] // PAGE * PAGE - padding)
+    cut = partition(model, config.dtype, largest_unit(budgets["gpu"], split))
     _check_dtypes(cut)
     layouts = tuple(
         flat_layout((tuple(p.shape) for p in plan.parameters), _multiple(plan, split)) for plan in cut.units
@@ -161,7 +161,12 @@ def _plan(
         ),
     )
     may_grow = config.budgets.cpu is not None
-    return MemoryPlan(cut, layouts, demand, place(demand, config.tiers, budgets), piece, may_grow)
+    return MemoryPlan(cut, layouts, demand, place(demand, config.tiers, budgets), piece, may_grow, split)
+
+
+def largest_unit(budget: int, split: Split = ALONE) -> int:
+    """Bytes of the largest unit within a gpu budget, less what makes all shares equal."""
+    return budget // PAGE * PAGE - (0 if split.ranks == 1 else split.ranks * PAGE)
 
 
 def trainable_blocks(plan: UnitPlan, layout: FlatLayout, split: Split = ALONE) -> tuple[Span, ...]:

@@ -15,13 +15,14 @@ from offload.config import DTYPES, Budgets, WrapConfig
 from offload.errors import ConfigError
 from offload.planning.course import course_of, link_of
 from offload.planning.hardware import budgets_for, budgets_of_machine
-from offload.planning.memory import with_compute_dtype
+from offload.planning.memory import largest_unit, with_compute_dtype
 from offload.planning.profile import HardwareProfile
 from offload.planning.simulate import Step, simulate
 from offload.planning.tiers import Memory, TierPlan, UnitRow, memory_of
 from offload.planning.trace import Inputs, Trace, meta_copy, trace
+from offload.sharding.layout import Split
 from offload.sharding.partition import partition
-from offload.sizes import PAGE, format_size
+from offload.sizes import format_size
 
 __all__ = ["HEADER", "NO_DIRECTORY", "Batch", "Plan", "Speed", "make_plan"]
 
@@ -176,10 +177,13 @@ def make_plan(
 ) -> Plan:
     """Plan ``model``, of which only shapes are read. See :func:`offload.plan`."""
     config = with_compute_dtype(config, accelerated)
-    config = _with_capacity(config, profile, accelerated)
-    budgets = budgets_for(config, compute_total)
-    memory = memory_of(model, config, budgets, not accelerated)
-    traced, unknown = _traced(model, config, batch, budgets["gpu"], recompute) if batch else (None, why_no_batch)
+    sharing = ranks if profile is None else min(ranks, profile.gpus)  # ranks of one machine
+    config = _with_capacity(config, profile, accelerated, sharing)
+    budgets = budgets_for(config, compute_total, sharing)
+    split = Split(ranks, stage=config.zero_stage)
+    memory = memory_of(model, config, budgets, not accelerated, split)
+    largest = largest_unit(budgets["gpu"], split)
+    traced, unknown = _traced(model, config, batch, largest, recompute) if batch else (None, why_no_batch)
     plan = Plan(
         memory.plan is not None,
         memory.reason,
@@ -216,11 +220,12 @@ def _with_activations(plan: Plan, profile: HardwareProfile | None) -> Plan:
     )
 
 
-def _with_capacity(config: WrapConfig, profile: HardwareProfile | None, accelerated: bool) -> WrapConfig:
+def _with_capacity(config: WrapConfig, profile: HardwareProfile | None, accelerated: bool, sharing: int) -> WrapConfig:
     """Budgets that follow from what the profile's machine has, with the margins of `default_budgets`."""
     if profile is None or not profile.capacity:
         return config
     free = budgets_of_machine(config.tiers, profile.capacity, accelerated)
+    free = {tier: nbytes // (1 if tier == "gpu" and accelerated else sharing) for tier, nbytes in free.items()}
     given = {t: b for t, b in config.budgets.as_dict().items() if b is not None}
     return replace(config, budgets=Budgets(**{**free, **given}))
 
@@ -235,7 +240,7 @@ def _traced(
     copy = meta_copy(model, config.dtype).train()
     if recompute is not None:
         recompute(copy)
-    cut = partition(copy, config.dtype, largest // PAGE * PAGE)
+    cut = partition(copy, config.dtype, largest)
     try:
         return trace(copy, cut, batch.inputs, batch.loss), ""
     except ConfigError:

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from offload.config import WrapConfig
-from offload.planning.memory import DELIVERY_BUFFERS, SPILL_BUFFERS, MemoryPlan, plan_memory
+from offload.planning.memory import DELIVERY_BUFFERS, SPILL_BUFFERS, MemoryPlan, plan_memory, reduction_bytes
+from offload.sharding.layout import ALONE, Split
 from offload.sharding.placement import DoesNotFit
 from offload.sizes import PAGE, round_up
 
@@ -72,20 +73,23 @@ class Memory:
     smallest: Mapping[str, int] | None = None
 
 
-def memory_of(model: nn.Module, config: WrapConfig, budgets: Mapping[str, int], host_visible: bool) -> Memory:
-    """As ``wrap`` would place ``model`` within ``budgets``. Reads shapes only, so the model may be on meta.
+def memory_of(
+    model: nn.Module, config: WrapConfig, budgets: Mapping[str, int], host_visible: bool, split: Split = ALONE
+) -> Memory:
+    """As ``wrap`` would place ``model`` within ``budgets``, on one of the ranks that it is ``split`` over. Reads shapes
+    only, so the model may be on meta.
 
     ``host_visible``: without an accelerator, compute memory is host memory. Raises ConfigError for what cannot train.
     """
     try:
-        plan = plan_memory(model, config, budgets, host_visible)
+        plan = plan_memory(model, config, budgets, host_visible, split=split)
     except DoesNotFit as error:
         empty = {name: TierPlan(name, budget, {}) for name, budget in budgets.items()}
         return Memory(empty, (), None, str(error), error.smallest)
-    return Memory(_tiers(plan, budgets, host_visible), _rows(plan), plan)
+    return Memory(_tiers(plan, budgets, host_visible, config), _rows(plan), plan)
 
 
-def _tiers(plan: MemoryPlan, budgets: Mapping[str, int], host_visible: bool) -> dict[str, TierPlan]:
+def _tiers(plan: MemoryPlan, budgets: Mapping[str, int], host_visible: bool, config: WrapConfig) -> dict[str, TierPlan]:
     """What `wrap` allocates and the first backward adds; see engine._Builder and sharding.allocation."""
     held: dict[str, dict[str, int]] = {name: {} for name in budgets}
 
@@ -94,12 +98,12 @@ def _tiers(plan: MemoryPlan, budgets: Mapping[str, int], host_visible: bool) -> 
             held[tier][kind] = held[tier].get(kind, 0) + nbytes
 
     moving, tiles, placed = 0, 0, plan.placement
-    homes = zip(plan.demand.units, placed.weights, placed.gradients, placed.blocks, strict=True)
-    for size, weights, gradient, blocks in homes:
-        add(weights, "weights", size.weights)
-        moving += size.window if weights != "gpu" else 0
+    homes = zip(plan.demand.units, placed.weights, placed.gradients, placed.blocks, placed.sharded, strict=True)
+    for size, weights, gradient, blocks, sharded in homes:
+        add(weights, "weights", size.whole if size.sharded and not sharded else size.weights)
+        moving += size.window if weights != "gpu" or sharded else 0
         tiles += size.tile and size.weights
-        if size.blocks:
+        if size.gradient:
             add(gradient, "gradients", size.spilled if gradient == "nvme" else size.gradient)
         for nbytes, tier in zip(size.blocks, blocks, strict=True):
             add(tier, "optimizer state", nbytes)
@@ -108,6 +112,10 @@ def _tiers(plan: MemoryPlan, budgets: Mapping[str, int], host_visible: bool) -> 
     pieces = SPILL_BUFFERS * plan.piece if placed.spills else 0
     add("cpu", "staging", staging + delivery + pieces)
     add("cpu", "checksums", plan.notes())
+    if not plan.split.alone:
+        received, total, unreduced = reduction_bytes(plan.cut, plan.layouts, config, plan.split)
+        add("cpu", "collectives", max(received, PAGE) + max(total, PAGE))
+        add("cpu", "unreduced gradients", unreduced)
     looked_at = plan.demand.arriving if placed.spills else 0  # a whole gradient of those on disk, as p.grad shows it
     passing = {"gpu": moving, "cpu": tiles + looked_at}
     return {name: TierPlan(name, budgets[name], kinds, passing.get(name, 0)) for name, kinds in held.items()}

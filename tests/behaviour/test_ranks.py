@@ -430,3 +430,37 @@ def test_accumulation_without_sending_until_the_last_pass_where_the_stage_allows
         assert quiet[rank][1] == pytest.approx(loud[rank][1], rel=1e-5)
         assert (quiet[rank][2] == 0) == (stage == 1)
         assert (sum(quiet[rank][2:]) < sum(loud[rank][2:])) == (stage == 1)
+
+
+def planned(rank: int, ranks: int, stage: int) -> list[Any]:
+    found = []
+    largest = 2 * sum(p.numel() for p in Wide().blocks[0].parameters())
+    for budget in (1 << 28, largest + (2 + ranks) * 4096):
+        settings = {"budgets": {"gpu": budget, "cpu": 1 << 28}, "zero_stage": stage, "dtype": "bf16"}
+        plan = offload.plan(Wide(), tiers=["gpu", "cpu"], ranks=ranks, device="cpu", **settings)
+        model = offload.wrap(Wide(), ["gpu", "cpu"], **settings)
+        optimizer = offload.AdamW(model.parameters(), lr=1e-2)
+        model(batches(1)[0]).backward()
+        optimizer.step()
+        held = {
+            name: {kind: n for kind, n in tier.by_kind.items() if n and (name, kind) != ("gpu", "weights")}
+            for name, tier in offload.stats(model).tiers.items()
+        }
+        expected = {
+            name: {kind: n for kind, n in tier.by_kind.items() if (name, kind) != ("gpu", "weights")}
+            for name, tier in plan.tiers.items()
+        }
+        found.append((held, expected, offload.stats(model).tiers["gpu"].peak <= budget))
+        offload.unwrap(model)
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_plan_for_several_ranks_is_what_the_first_holds_and_the_others_hold_no_more(stage: int) -> None:
+    first, other = on_ranks(2, planned, 2, stage)
+    for held, expected, within in first:
+        assert held == expected
+        assert within
+    for held, expected, within in other:  # the padding that makes shares equal has no state
+        assert all(nbytes <= expected[tier][kind] for tier, kinds in held.items() for kind, nbytes in kinds.items())
+        assert within

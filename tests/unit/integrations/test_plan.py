@@ -171,7 +171,6 @@ def test_a_file_needs_real_directories() -> None:
         ({"model": nn.Linear(2, 2), "recompute": True}, "expected a model of transformers"),
         ({"model": nn.Linear(2, 2), "seq_len": 3}, "inputs="),
         ({"model": nn.Linear(2, 2), "grad_accum": 0}, "to be 1 or more"),
-        ({"model": nn.Linear(2, 2), "ranks": 8}, "expected ranks=1"),
         ({"model": nn.Linear(2, 2), "hardware": "abacus"}, "expected hardware"),
         ({"model": nn.Linear(2, 2), "budget": 1}, "did you mean 'budgets'"),
     ],

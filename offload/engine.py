@@ -44,7 +44,7 @@ from offload.storage.swap import SwapSpace
 from offload.storage.tiers import Tier
 from offload.storage.wear import WriteMeter
 from offload.storage.worker import Worker
-from offload.training.agreeing import agree
+from offload.training.agreeing import agree, first_generator
 from offload.training.checking import check_model
 from offload.training.delivery import Delivery
 from offload.training.gathered import GatheredResidency
@@ -142,7 +142,8 @@ def wrap(
             ranks = open_ranks(settled.zero_stage, mesh, compute.host_visible, lanes)
             try:
                 agree(model, settled, compute, ranks)
-                runtime = _Builder(model, settled, compute, lanes, source, ranks).build()
+                with first_generator(model, ranks):
+                    runtime = _Builder(model, settled, compute, lanes, source, ranks).build()
             except BaseException:
                 ranks.close()
                 raise
@@ -226,7 +227,7 @@ class _Builder:
         parts.pinned = bool(allocation.locked)
         parts.gradients = self._gradients(parts, plan, allocation, spill)
         if isinstance(parts.residency, GatheredResidency):
-            parts.residency.window = tiers["gpu"].free
+            parts.residency.window = self._ranks.least({"window": tiers["gpu"].free})["window"]
         runtime = Runtime(parts)
         runtime.handles = attach(runtime, self._model, plan.cut.users)
         self._move_buffers()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from offload.checkpoint.shards import Shards, Stored
 from offload.errors import CheckpointError
 from offload.progress import through
 from offload.sharding.layout import Span
+from offload.sharding.ranks import Kind
 from offload.sharding.unit import Unit
 from offload.training.moving import fill_home
 from offload.training.optimizer import OffloadedOptimizer
@@ -40,12 +41,23 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Offl
     runtime = runtime_of_model(model)
     runtime.undo_abandoned()
     runtime.settle()
-    root = Path(path)
-    folder, manifest = read_manifest(root)
-    with closing(_Reader(folder, manifest)) as reader:
-        _check_names(root, runtime, model, reader)
-        if optimizer is not None:
-            _check_groups(root, runtime, manifest, optimizer)
+    root, ranks = Path(path), runtime.parts.ranks
+    with ExitStack() as stack:
+        error: CheckpointError | None = None
+        try:
+            folder, manifest = read_manifest(root)
+            reader = stack.enter_context(closing(_Reader(folder, manifest)))
+            _check_names(root, runtime, model, reader)
+            if optimizer is not None:
+                _check_groups(root, runtime, manifest, optimizer)
+        except CheckpointError as found:
+            error = found
+        whole = ranks.all_say(error is None, Kind.READ)
+        if error is not None:
+            raise error
+        if not whole:
+            raise CheckpointError(f"{root}: another rank could not read it, see its error; nothing has changed")
+        ranks.same("\n".join(f"{entry.name} {entry.sha256}" for entry in manifest.files), f"checkpoint in {root}")
         _load(runtime, model, optimizer, manifest, reader)
     return manifest.extra
 

@@ -108,7 +108,7 @@ class FinetuneRun:
 
     def _resume(self) -> None:
         config = self.config
-        if not self.checkpoints.exist():
+        if not self.crew.most(int(self.checkpoints.exist())):
             if config.resume:
                 self.progress.say(f"no checkpoint in {config.out} yet: starting from the beginning")
             return

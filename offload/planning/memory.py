@@ -192,11 +192,13 @@ def reduction_bytes(
         return 0, 0, 0
     received = total = whole = 0
     for plan, layout in zip(cut.units, layouts, strict=True):
-        if any(p.requires_grad for p in plan.parameters):
+        if plan.dtype.is_floating_point:  # what is frozen may be unfrozen
             kept = gradient_dtype(plan.dtype, config.grad_dtype)
             wire = config.reduce_dtype or kept
-            received = max(received, round_up(layout.numel * wire.itemsize))
-            total = max(total, round_up(layout.share(split).count * torch.float32.itemsize))
+            copies = 1 if config.reduce_dtype is None else 2  # one of them in the wire dtype, to be sent
+            received = max(received, round_up(copies * layout.numel * wire.itemsize))
+            rows = 1 + (split.replicas if split.replicas > 1 else 0)
+            total = max(total, round_up(rows * layout.share(split).count * torch.float32.itemsize))
             whole = max(whole, round_up(layout.numel * kept.itemsize))
     return received, total, 0 if split.stage == 1 else WHOLE_GRADIENTS * whole
 

@@ -21,6 +21,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -316,15 +317,19 @@ class Ranks:
             total += row
         return total.tolist()
 
-    def all_say(self, yes: bool, kind: Kind, number: int = 0) -> bool:
+    def all_say(self, yes: bool, kind: Kind) -> bool:
         """Do all ranks say yes? Collective."""
+        return all(self.votes(int(yes), kind))
+
+    def votes(self, mine: int, kind: Kind, number: int = 0) -> list[int]:
+        """What each rank says; ``number`` must be the same on all. Collective."""
         if self.alone:
-            return yes
-        flags: list[int] = self.passes.run(lambda: self.passes.agree(Call(kind, number=number, flag=int(yes))))
+            return [mine]
+        flags: list[int] = self.passes.run(lambda: self.passes.agree(Call(kind, number=number, flag=mine)))
         if kind is Kind.STEP:
             for channel in self._channels:
                 channel.steps += 1
-        return all(flags)
+        return flags
 
     def same(self, text: str, what: str) -> None:
         """Raise RankMismatchError on all ranks unless all have the same text, line by line. Collective."""
@@ -443,14 +448,13 @@ def _grid(mesh: Any) -> torch.Tensor:
 
 def _timeout() -> timedelta:
     """That of the default group: `new_group` does not take it over."""
-    group = dist.group.WORLD
-    options = (
-        None
-        if group is None
-        else group._get_backend(torch.device("cpu" if dist.get_backend() == "gloo" else "cuda")).options
-    )
-    found = getattr(options, "_timeout", None)
-    return found if isinstance(found, timedelta) else timedelta(minutes=30)
+    group: Any = dist.group.WORLD
+    for device in ("cpu", "cuda"):
+        with suppress(RuntimeError):  # no backend for it
+            found = getattr(group._get_backend(torch.device(device)).options, "_timeout", None)
+            if isinstance(found, timedelta):
+                return found
+    return timedelta(minutes=30)
 
 
 def local_ranks() -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 
 import torch
@@ -44,6 +46,23 @@ def agree(model: nn.Module, config: WrapConfig, device: Device, ranks: Ranks) ->
         data = _bytes(value)
         ranks.from_first(data)
         value.data.copy_(data.view(value.dtype).view(value.shape))
+
+
+@contextmanager
+def first_generator(model: nn.Module, ranks: Ranks) -> Iterator[None]:
+    """Where parameters are on meta, so that the model makes its own first values: all ranks draw what the first one
+    does inside the context, and go on with their own generators after it."""
+    if ranks.alone or not any(p.is_meta for p in model.parameters()):
+        yield
+        return
+    own = torch.get_rng_state()
+    shared = own.clone()
+    ranks.from_first(shared)
+    torch.set_rng_state(shared)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(own)
 
 
 def _bytes(value: torch.Tensor) -> torch.Tensor:

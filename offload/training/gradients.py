@@ -184,6 +184,9 @@ class Gradients:
             self._wait_for(ticket, name)
             self._under_way.popleft()
 
+    def turn(self) -> None:
+        """A forward pass of the whole model begins."""
+
     def put_back(self) -> None:
         """A step is taken: what the user changed of gradients on disk goes there. The update finishes what fails."""
         if self._spill is not None:

@@ -40,6 +40,7 @@ def _recover(runtime: Runtime, model: nn.Module) -> Callable[[nn.Module, Any], N
     def recover(module: nn.Module, args: Any) -> None:
         if module is hooked():
             runtime.recover()
+            runtime.gradients.turn()
 
     return _not_compiled(recover)
 

@@ -30,6 +30,7 @@ from offload.training.update import UnitUpdate, merged
 
 _serials = itertools.count(1)
 StateDtype = torch.dtype | str | None
+_TAKEN, _SKIPPED, _REFUSED = 0, 1, 2  # what a rank says of a step
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -142,8 +143,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.check_groups()
         done = runtime.early.end(self._serial)
         mine = [p for group in self.param_groups for p in group["params"]]
-        settings = zlib.crc32(repr([{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]).encode())
-        if not runtime.parts.ranks.all_say(self._finite(runtime, mine), Kind.STEP, settings):
+        if not runtime.parts.ranks.alone:
+            return self._step_together(runtime, mine, loss)
+        if not self._finite(runtime, mine):
             self.skipped_steps += 1
             runtime.clip_factors.forget(mine)
             if done:
@@ -166,6 +168,34 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 runtime.promise(updates)
         finally:
             runtime.clip_factors.forget(mine)
+        return loss
+
+    def _step_together(self, runtime: Runtime, mine: list[nn.Parameter], loss: Any) -> Any:
+        """With several ranks a step is taken on all of them or on none."""
+        if any(unit.pins and unit.sharded for unit in runtime.units):
+            raise OffloadError(
+                "expected a step outside offload.gather(...), found weights that are held whole here while the update "
+                "changes them on all ranks; leave the context before optimizer.step()"
+            )
+        error: OffloadError | None = None
+        updates: list[UnitUpdate] = []
+        try:
+            updates = self._collect(runtime, self._groups)
+            runtime.promises.allow(updates)
+        except OffloadError as found:
+            error = found
+        vote = _REFUSED if error is not None else _TAKEN if self._finite(runtime, mine) else _SKIPPED
+        options = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        votes = runtime.parts.ranks.votes(vote, Kind.STEP, zlib.crc32(repr(options).encode()))
+        if error is not None:
+            raise error
+        if _REFUSED in votes:
+            raise OffloadError("another rank could not take this step, see its error; it was taken on none")
+        if _SKIPPED in votes:
+            self.skipped_steps += 1
+        elif updates:
+            runtime.promise(updates)
+        runtime.clip_factors.forget(mine)
         return loss
 
     # A step in backward (training.early)

@@ -53,7 +53,7 @@ class WholeBuffers:
 
     @contextmanager
     def __call__(self, nbytes: int) -> Iterator[torch.Tensor]:
-        buffer = self._pool.take_if_free()
+        buffer = self._pool.take_if_free() if nbytes <= self._pool.nbytes else None
         if buffer is None:
             with self._more(nbytes) as extra:
                 yield extra
@@ -120,10 +120,14 @@ class ShareBuffer(GradientBuffer):
         """What is to be averaged, and of which members; nothing is here afterwards."""
         local, arrived = self._local, self.arrived
         self.arrived, self.fresh = [False] * len(arrived), set()
-        if self.keeps_whole:
-            return self.local, arrived
-        self._local = None
-        return local, arrived
+        if not self.keeps_whole:
+            self._local = None
+        return (local if any(arrived) else None), arrived
+
+    def carry(self) -> None:
+        """Stage 1: what is averaged already gets memory of its own: whole gradients are about to come where it is."""
+        if self.keeps_whole and any(self.present) and self.carried is None:
+            self.carried = self.flat.clone()
 
     def part(self, index: int) -> torch.Tensor:
         """What of member ``index``'s gradient lies in this rank's share: flat, often empty."""
@@ -193,8 +197,7 @@ class ReducedGradients(Gradients):
         if buffer.keeps_whole and buffer.ticket is not None:
             self._wait_for(buffer.ticket, unit.name)
             buffer.ticket = None
-        if buffer.keeps_whole and any(buffer.present) and buffer.carried is None:
-            buffer.carried = buffer.flat.clone()
+        buffer.carry()
         slot = unit.members[index].slot
         target = buffer.local.values[slot.offset : slot.offset + slot.numel].view(slot.shape)
         if buffer.arrived[index]:
@@ -210,16 +213,28 @@ class ReducedGradients(Gradients):
 
     def _reduce_complete(self) -> None:
         """See Note [One order of reductions]."""
-        while self._next < len(self._order) and _is_complete(self._order[self._next]):
+        while self._next < len(self._order) and (
+            _is_frozen(self._order[self._next]) or _is_complete(self._order[self._next])
+        ):
             self._reduce(self._order[self._next])
             self._next += 1
 
+    def turn(self) -> None:
+        """A forward pass begins: what the backward before it left is averaged, and the next one has all its turns."""
+        if self._dirty and not self.deferred:
+            for buffer in self._order[self._next :]:
+                self._reduce(buffer)
+            self._next = 0
+
     def _reduce(self, buffer: ShareBuffer) -> None:
+        if _is_frozen(buffer):
+            return
         while self._reducing and (self._reducing[0][0].done() or len(self._reducing) >= _UNDER_WAY):
             self._wait_for(*self._reducing[0])
             self._reducing.popleft()
         local, arrived = buffer.take_local()
-        buffer.ticket = self._ranks.passes.submit(lambda: self._average(buffer, local, arrived))
+        trained = [m.parameter.requires_grad for m in buffer.unit.members]  # now: it may be frozen the next moment
+        buffer.ticket = self._ranks.passes.submit(lambda: self._average(buffer, local, arrived, trained))
         self._reducing.append((buffer.ticket, buffer.unit.name))
 
     def wait(self) -> None:
@@ -240,16 +255,17 @@ class ReducedGradients(Gradients):
 
     # On the thread of the channel
 
-    def _average(self, buffer: ShareBuffer, local: Local | None, arrived: list[bool]) -> None:
+    def _average(self, buffer: ShareBuffer, local: Local | None, arrived: list[bool], trained: list[bool]) -> None:
         try:
-            self._average_if_any(buffer, local, arrived)
+            self._average_if_any(buffer, local, arrived, trained)
         finally:
             if local is not None and not buffer.keeps_whole:
                 local.close()
 
-    def _average_if_any(self, buffer: ShareBuffer, local: Local | None, arrived: list[bool]) -> None:
+    def _average_if_any(
+        self, buffer: ShareBuffer, local: Local | None, arrived: list[bool], trained: list[bool]
+    ) -> None:
         unit, channel = buffer.unit, self._ranks.passes
-        trained = [m.parameter.requires_grad for m in unit.members]
         state = _ALL if all(a for a, t in zip(arrived, trained, strict=True) if t) and any(arrived) else _SOME
         call = Call(Kind.REDUCE, unit.index, unit.layout.numel, state if any(arrived) else _NONE)
         flags = channel.agree(call)
@@ -259,21 +275,25 @@ class ReducedGradients(Gradients):
         if any(flag != _ALL for flag in flags):
             rows = channel.collect(call, torch.tensor(arrived, dtype=torch.uint8, device="cpu"))
             anywhere = rows.amax(dim=0).bool().tolist()
-        mine = buffer.another_local() if local is None else local
+        buffer.carry()
+        mine = local or (buffer.local if buffer.keeps_whole else buffer.another_local())
         try:
             for slot, here in zip((m.slot for m in unit.members), arrived, strict=True):
                 mine.values[slot.offset + (slot.numel if here else 0) : slot.end] = 0
             mine.values[unit.layout.used :] = 0
             total = self._sum(call, unit, mine.values)
         finally:
-            if local is None:
+            if mine is not local and not buffer.keeps_whole:
                 mine.close()
         self._store(buffer, total, anywhere)
 
     def _sum(self, call: Call, unit: Unit, values: torch.Tensor) -> torch.Tensor:
         """This rank's share of the average of all ranks' ``values``, in fp32. See Note [The sum]."""
         channel, split = self._ranks.passes, self._ranks.split
-        sent = (values if self._wire is None else values.to(self._wire)).view(split.ranks, -1)
+        sent = values.view(split.ranks, -1)
+        if self._wire is not None:  # behind what is received
+            sent = view(self._received, self._wire, values.numel(), values.numel()).view(split.ranks, -1)
+            sent.copy_(values.view(split.ranks, -1))
         received = view(self._received, sent.dtype, 0, sent.numel()).view(split.ranks, -1)
         channel.exchange(call, sent, received, split.rank)
         received[split.rank] = sent[split.rank]
@@ -288,7 +308,8 @@ class ReducedGradients(Gradients):
 
     def _add_copies(self, call: Call, total: torch.Tensor) -> torch.Tensor:
         split = self._ranks.split
-        rows = torch.empty(split.replicas, total.numel(), dtype=total.dtype, device=total.device)
+        rows = view(self._total, total.dtype, total.numel(), split.replicas * total.numel())  # behind the sum itself
+        rows = rows.view(split.replicas, -1)
         mine = self._ranks.copy
         rows[mine] = total
         self._ranks.passes.gather(call, rows, mine, copies=True)
@@ -373,6 +394,11 @@ class SplitGradient(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise OffloadError(_SPLIT.format(what=name))
+
+
+def _is_frozen(buffer: ShareBuffer) -> bool:
+    """Nothing of the unit is trained, here or on another rank, and nothing waits to be averaged."""
+    return not any(buffer.arrived) and not any(m.parameter.requires_grad for m in buffer.unit.members)
 
 
 def _is_complete(buffer: ShareBuffer) -> bool:

@@ -322,7 +322,8 @@ class PendingUpdate:
         update = work.update
         if work.reader is not None:
             self.land()
-        fresh_may_go = self.in_backward or self._is_awaited()
+        # Another rank may wait for this unit, which this one's forward is not near to.
+        fresh_may_go = self.in_backward or not self.ranks.alone or self._is_awaited()
         work.weights = self.delivery.begin(update.unit, update.whole(), self._writes, fresh_may_go)
         if work.weights is None:
             if self._writes:  # units that are being written hold their room

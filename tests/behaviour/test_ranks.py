@@ -464,3 +464,59 @@ def test_a_plan_for_several_ranks_is_what_the_first_holds_and_the_others_hold_no
     for held, expected, within in other:  # the padding that makes shares equal has no state
         assert all(nbytes <= expected[tier][kind] for tier, kinds in held.items() for kind, nbytes in kinds.items())
         assert within
+
+
+def unevenly_accumulating(rank: int, stage: int) -> Any:
+    model = wrapped(made(Branch), "1MiB", tiers=["gpu", "cpu"], zero_stage=stage)
+    optimizer = offload.AdamW(model.parameters(), lr=1e-2)
+    for ids in batches(2, 3):
+        mine = ids.chunk(2)[rank]
+        model(mine, left=True).backward()
+        model(mine, left=rank == 0).backward()  # in the second pass only one of them uses each side
+        optimizer.step()
+        optimizer.zero_grad()
+    return offload.state_dict(model, master=True)
+
+
+def test_a_pass_in_which_a_rank_has_no_gradient_of_a_unit_keeps_its_share_of_the_earlier_one() -> None:
+    model = made(Branch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for ids in batches(2, 3):
+        for rank, mine in enumerate(ids.chunk(2)):
+            ((model(mine, left=True) + model(mine, left=rank == 0)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for stage in (1, 2, 3):
+        for found in on_ranks(2, unevenly_accumulating, stage):
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def partly_frozen(rank: int, ranks: int, stage: int) -> Any:
+    model = made()
+    model.norm.requires_grad_(False)  # the last unit, whose turn would be the first
+    model = wrapped(model, "90KiB", tiers=["gpu", "cpu"], zero_stage=stage)
+    optimizer = offload.AdamW(model.parameters(), lr=1e-2)
+    most = 0
+    for number, ids in enumerate(batches(2 * ranks, 4)):
+        if number == 2:
+            model.norm.requires_grad_(True)
+            optimizer = offload.AdamW(model.parameters(), lr=1e-2)
+        for part in ids.chunk(ranks)[rank].chunk(2):
+            model(part).backward()
+            kinds = offload.stats(model).tiers["cpu"].by_kind
+            most = max(most, kinds.get("unreduced gradients", 0))
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 0:
+            pool = offload.stats(model).tiers["cpu"].by_kind.get("unreduced gradients", 0)
+    return offload.state_dict(model, master=True), pool, most
+
+
+def test_frozen_units_have_no_turn_and_accumulating_needs_no_more_memory() -> None:
+    by_stage = [on_ranks(2, partly_frozen, 2, stage) for stage in (1, 2, 3)]
+    for results in by_stage:
+        for weights, pool, most in results:
+            assert most == pool
+            for name, value in by_stage[1][0][0].items():
+                torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)

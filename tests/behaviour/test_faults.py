@@ -169,7 +169,7 @@ def assert_named(error: SwapError, folder: Path, name: str) -> None:
 def counted() -> Iterator[list[str]]:
     """Every operation that is asked for inside the context, "read" or "write"."""
     seen, draw = list[str](), faults.draw
-    faults.draw = lambda op: (seen.append(op), draw(op))[1]
+    faults.draw = lambda op, *more: (seen.append(op), draw(op, *more))[1]
     try:
         yield seen
     finally:

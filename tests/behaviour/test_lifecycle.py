@@ -157,7 +157,14 @@ def test_what_is_kept_after_the_model_is_gone(tmp_path: Path) -> None:
 
 
 def test_twenty_cycles(tmp_path: Path) -> None:
-    """Memory, threads and files do not grow. The weights alone are 4 MB, so that a leak is seen."""
+    """Memory, threads and files do not grow. The weights alone are 4 MB, so that a leak is seen. In a process of its own,
+    where no other test's memory comes and goes."""
+    code = f"from tests.behaviour.test_lifecycle import *\ntwenty_cycles(Path({str(tmp_path)!r}))\nprint('right')"
+    done = run_python(code)
+    assert done.stdout.endswith("right\n"), done.stderr
+
+
+def twenty_cycles(tmp_path: Path) -> None:
 
     def cycle(tiers: str) -> None:
         model = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512))

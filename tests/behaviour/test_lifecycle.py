@@ -157,11 +157,10 @@ def test_what_is_kept_after_the_model_is_gone(tmp_path: Path) -> None:
 
 
 def test_twenty_cycles(tmp_path: Path) -> None:
-    """Memory, threads and files do not grow. The weights alone are 4 MB, so that a leak is seen. In a process of its own,
-    where no other test's memory comes and goes."""
+    """Memory, threads and files do not grow. The weights alone are 4 MB, so that a leak is seen. In a process of its
+    own, where no other test's memory comes and goes."""
     code = f"from tests.behaviour.test_lifecycle import *\ntwenty_cycles(Path({str(tmp_path)!r}))\nprint('right')"
-    done = run_python(code)
-    assert done.stdout.endswith("right\n"), done.stderr
+    assert run_checked(code) == "right\n"
 
 
 def twenty_cycles(tmp_path: Path) -> None:

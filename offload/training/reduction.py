@@ -185,6 +185,7 @@ class ReducedGradients(Gradients):
         self._order = list(reversed(buffers))
         self._next = 0
         self._dirty = False  # something has arrived since everything was averaged
+        self._passing = False  # a backward pass whose gradients are averaged has begun
         self._reducing: deque[tuple[Ticket, str]] = deque()
         self.deferred = False  # see `offload.no_sync`
         self.may_defer = all(buffer.keeps_whole for buffer in buffers)
@@ -209,6 +210,7 @@ class ReducedGradients(Gradients):
         self._dirty = True
         if not self.deferred:
             buffer.fresh.add(index)
+            self._passing = True
             self._reduce_complete()
 
     def _reduce_complete(self) -> None:
@@ -221,10 +223,10 @@ class ReducedGradients(Gradients):
 
     def turn(self) -> None:
         """A forward pass begins: what the backward before it left is averaged, and the next one has all its turns."""
-        if self._dirty and not self.deferred:
+        if self._passing and not self.deferred:
             for buffer in self._order[self._next :]:
                 self._reduce(buffer)
-            self._next = 0
+            self._next, self._passing = 0, False
 
     def _reduce(self, buffer: ShareBuffer) -> None:
         if _is_frozen(buffer):
@@ -248,7 +250,7 @@ class ReducedGradients(Gradients):
             if not self._ranks.all_say(not left, Kind.FLUSH):
                 for buffer in self._order:
                     self._reduce(buffer)
-            self._dirty = False
+            self._dirty = self._passing = False
         while self._reducing:
             self._wait_for(*self._reducing[0])
             self._reducing.popleft()

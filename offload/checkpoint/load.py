@@ -18,8 +18,8 @@ from offload.checkpoint.save import SLOTS, named_buffers, rng_key
 from offload.checkpoint.shards import Shards, Stored
 from offload.errors import CheckpointError
 from offload.progress import through
+from offload.sharding.channel import Kind
 from offload.sharding.layout import Span
-from offload.sharding.ranks import Kind
 from offload.sharding.unit import Unit
 from offload.training.moving import fill_home
 from offload.training.optimizer import OffloadedOptimizer

@@ -11,7 +11,8 @@ import torch
 
 from offload.checkpoint.writer import Entry, TensorFile, Written
 from offload.errors import CheckpointError
-from offload.sharding.ranks import Kind, Ranks
+from offload.sharding.channel import Kind
+from offload.sharding.ranks import Ranks
 
 Result = TypeVar("Result")
 

@@ -1,28 +1,11 @@
-"""Several ranks: who they are, and collectives that check first that everybody means the same one.
-
-Transport, groups and meshes are torch.distributed's. This is the only file that calls its collectives.
-
-# Note [Announced collectives]
-A collective that one rank joins and another does not hangs, or mixes two tensors. So each is announced first: every
-rank sends a few numbers (what, which unit, how much) to every other on a group of host memory, and goes on only where
-all say the same. Whoever differs, leaves or does not come within the group's timeout ends in a RankMismatchError on
-every rank, before a byte of the model has moved.
-
-# Note [Two channels]
-Collectives of one group must be asked for in the same order on every rank. Those of forward and backward come in the
-order of the program, those of an update in the order of the units; the two run beside each other, so that each has
-groups and a thread of its own.
-"""
+"""Several ranks: who they are, what each holds, and what they tell each other. See Note [Announced collectives]."""
 
 from __future__ import annotations
 
-import enum
 import os
-import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,175 +14,8 @@ import torch.distributed as dist
 
 from offload.errors import ConfigError, RankMismatchError
 from offload.lanes import Lanes
+from offload.sharding.channel import Call, Channel, Groups, Kind
 from offload.sharding.layout import ALONE, FlatLayout, Span, Split
-from offload.storage.ticket import FutureTicket
-from offload.storage.worker import Worker
-
-LANE = "network"
-
-
-class Kind(enum.IntEnum):
-    """What a collective is for; the words are for errors."""
-
-    GATHER = 1
-    REDUCE = 2
-    DELIVER = 3
-    FLUSH = 4
-    CLIP = 5
-    STEP = 6
-    READ = 7
-    TEXT = 8
-    END = 9
-
-    def __str__(self) -> str:
-        return _WORDS[self]
-
-
-_WORDS = {
-    Kind.GATHER: "gather the weights of",
-    Kind.REDUCE: "average the gradients of",
-    Kind.DELIVER: "exchange the new weights of",
-    Kind.FLUSH: "end a backward pass",
-    Kind.CLIP: "take the norm of the gradients",
-    Kind.STEP: "step the optimizer",
-    Kind.READ: "read a parameter of",
-    Kind.TEXT: "compare settings",
-    Kind.END: "finish",
-}
-
-
-@dataclass(frozen=True)
-class Call:
-    """One collective, as it is announced. ``numbers`` must be equal on all ranks, ``flag`` is what each has to say."""
-
-    kind: Kind
-    unit: int = -1
-    number: int = 0
-    flag: int = 0
-
-
-class Channel:
-    """Collectives in the order in which one thread asks for them, carried out on a thread of their own."""
-
-    def __init__(self, name: str, members: Sequence[int], groups: Groups, lanes: Lanes) -> None:
-        self._worker = Worker(f"offload-{name}")
-        self.groups, self._members, self._lanes = groups, members, lanes
-        self.names: list[str] = []  # of the units
-        self._calls = 0
-        self._error: RankMismatchError | None = None
-        self.steps = 0  # for messages
-
-    def submit(self, work: Callable[[], Any]) -> FutureTicket:
-        """Run ``work``, which calls the methods below, after what was submitted before."""
-        return FutureTicket(self._worker.submit(work))
-
-    def run(self, work: Callable[[], Any]) -> Any:
-        """As :meth:`submit`; waits and returns what ``work`` returns."""
-        return self._worker.submit(work).result()
-
-    # Within work
-
-    def agree(self, call: Call) -> list[int]:
-        """Every rank's flag, once all have announced this call. See Note [Announced collectives]."""
-        said = [self._calls, call.kind, call.unit, call.number, call.flag]
-        mine = torch.tensor(said, dtype=torch.int64, device="cpu")
-        self._calls += 1
-        rows = [tuple(row) for row in self.collect(call, mine).tolist()]
-        if len({row[:4] for row in rows}) > 1:
-            told = "; ".join(f"rank {r}: {self._say(row)}" for r, row in zip(self._members, rows, strict=True))
-            self._error = RankMismatchError(
-                f"expected all ranks to do the same, found in step {self.steps}: {told}. Every rank must run the same "
-                "modules on as many batches, with the same options"
-            )
-            raise self._error
-        return [row[4] for row in rows]
-
-    def gather(self, call: Call, rows: torch.Tensor, rank: int, copies: bool = False) -> None:
-        """Row ``rank`` goes to every other rank of the share group (or, with ``copies``, of those that have copies of
-        this share), and theirs come into the other rows."""
-        self.exchange(call, rows[rank].expand_as(rows), rows, rank, copies)
-
-    def exchange(self, call: Call, sent: torch.Tensor, received: torch.Tensor, rank: int, copies: bool = False) -> None:
-        """Row r of ``sent`` goes to rank r, what that one sends here into row r of ``received``; row ``rank``, which is
-        this rank's own, is left alone.
-
-        # Note [Point to point]
-        All-gather and reduce-scatter in one: the latter leaves the sum to whoever called, who can so fix its order and
-        its precision. On Gloo this is several times as fast as its own all-gather and reduce-scatter.
-        """
-        group = self.groups.replicas if copies else self.groups.shard
-        members = self.groups.replica_members if copies else self.groups.shard_members
-        peers = [(row, peer) for row, peer in enumerate(members) if row != rank]
-
-        def both_ways() -> None:
-            ops = [dist.P2POp(dist.isend, sent[row], peer, group) for row, peer in peers]
-            ops += [dist.P2POp(dist.irecv, received[row], peer, group) for row, peer in peers]
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
-
-        start = time.monotonic_ns()
-        self._do(call, both_ways)
-        nbytes = len(peers) * received[rank].numel() * received.element_size()
-        self._lanes[LANE].record(start, time.monotonic_ns(), nbytes, self._about(call.kind, call.unit))
-
-    def collect(self, call: Call, values: torch.Tensor) -> torch.Tensor:
-        """Host ``values`` of every rank as rows."""
-        out = torch.empty(len(self._members), values.numel(), dtype=values.dtype, device="cpu")
-        self._do(call, lambda: dist.all_gather(list(out), values, group=self.groups.control))
-        return out
-
-    def spread(self, call: Call, values: torch.Tensor, source: int) -> None:
-        """Host ``values`` of rank number ``source`` of this share's group, to all of the group."""
-        whose = self.groups.shard_members[source]
-        self._do(call, lambda: dist.broadcast(values, whose, group=self.groups.host_shard))
-
-    def texts(self, text: str) -> list[str]:
-        """Every rank's text."""
-        call = Call(Kind.TEXT)
-        self.agree(call)
-        data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        sizes = self.collect(call, torch.tensor([data.numel()])).view(-1).tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: data.numel()] = data
-        rows = self.collect(call, padded)
-        return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
-
-    def _do(self, call: Call, collective: Callable[[], Any]) -> None:
-        if self._error is not None:
-            raise self._error
-        try:
-            collective()
-        except RuntimeError as error:  # torch has no finer class for a peer that has gone or is late
-            self._error = RankMismatchError(
-                f"expected all {len(self._members)} ranks to {self._about(call.kind, call.unit)} in step {self.steps} "
-                f"within {self.groups.timeout.total_seconds():g} s, found that one has ended, failed or is elsewhere "
-                f"({str(error).splitlines()[0]}). See the output of the other ranks; go on from the last checkpoint"
-            )
-            raise self._error from error
-
-    def _say(self, row: tuple[int, ...]) -> str:
-        calls, kind, unit, number, _ = row
-        return f"{self._about(kind, unit)} (call {calls}, {number:#x})"
-
-    def _about(self, kind: int, unit: int) -> str:
-        name = self.names[unit] if 0 <= unit < len(self.names) else ""
-        return f"{Kind(kind)} {name!r}" if name else str(Kind(kind))
-
-    def close(self) -> None:
-        self._worker.close()
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Process groups of one channel, with the ranks of this one's shares and of the copies of this one's share."""
-
-    control: Any  # of all ranks, in host memory
-    shard: Any
-    host_shard: Any
-    replicas: Any
-    shard_members: Sequence[int]
-    replica_members: Sequence[int]
-    timeout: timedelta
 
 
 class Ranks:
@@ -269,49 +85,19 @@ class Ranks:
         """Every rank's host ``state`` (flat, of one size). Collective."""
         if self.alone:
             return [state]
-
-        def work() -> torch.Tensor:
-            call = Call(Kind.READ, number=state.numel())
-            self.passes.agree(call)
-            return self.passes.collect(call, state)
-
-        rows: torch.Tensor = self.passes.run(work)
-        return list(rows)
+        return list(self.passes.rows(Call(Kind.READ, number=state.numel()), state))
 
     @property
     def number(self) -> int:
         """Of this rank among all."""
         return 0 if self.alone else self._members.index(dist.get_rank())
 
-    def assemble(self, unit: int, flat: torch.Tensor, span: Span, share: Callable[[Split], Span]) -> None:
-        """Host ``flat`` holds this rank's part of ``span`` of a unit; fill in what the other ranks hold. Collective."""
-
-        def work() -> None:
-            call = Call(Kind.READ, unit, zlib.crc32(f"{span.start}+{span.count}".encode()))
-            self.passes.agree(call)
-            for rank in range(self.split.ranks):
-                part = span.overlap(share(replace(self.split, rank=rank)))
-                if part is not None:
-                    at = part.start - span.start
-                    piece = flat[at : at + part.count].contiguous()
-                    self.passes.spread(call, piece, rank)
-                    flat[at : at + part.count] = piece
-
-        if not self.alone:
-            self.passes.run(work)
-
     def sums(self, values: Sequence[float]) -> list[float]:
         """Of each value the sum over the ranks that hold different shares, in their order, alike on all. Collective."""
         if self.alone:
             return list(values)
         mine = torch.tensor(list(values), dtype=torch.float64)
-
-        def work() -> torch.Tensor:
-            call = Call(Kind.CLIP, number=mine.numel())
-            self.passes.agree(call)
-            return self.passes.collect(call, mine)
-
-        rows: torch.Tensor = self.passes.run(work)
+        rows = self.passes.rows(Call(Kind.CLIP, number=mine.numel()), mine)
         total = torch.zeros_like(mine)
         for row in rows[: self.split.ranks]:  # the others are copies
             total += row
@@ -352,13 +138,7 @@ class Ranks:
         if self.alone:
             return values
         mine = torch.tensor(list(values.values()), dtype=torch.int64)
-
-        def work() -> torch.Tensor:
-            call = Call(Kind.TEXT, number=mine.numel())
-            self.passes.agree(call)
-            return self.passes.collect(call, mine)
-
-        rows: torch.Tensor = self.passes.run(work)
+        rows = self.passes.rows(Call(Kind.TEXT, number=mine.numel()), mine)
         return dict(zip(values, rows.min(dim=0).values.tolist(), strict=True))
 
     def from_first(self, values: torch.Tensor) -> None:
@@ -367,7 +147,7 @@ class Ranks:
         def work() -> None:
             call = Call(Kind.TEXT, number=values.numel())
             self.passes.agree(call)
-            dist.broadcast(values, self._members[0], group=self.passes.groups.control)
+            self.passes.spread_first(call, values)
 
         if not self.alone and values.numel():
             self.passes.run(work)

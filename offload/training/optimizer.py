@@ -18,8 +18,8 @@ from torch import nn
 
 from offload.config import state_dtype as parse_state_dtype
 from offload.errors import ConfigError, OffloadError
+from offload.sharding.channel import Kind
 from offload.sharding.layout import Span
-from offload.sharding.ranks import Kind
 from offload.sharding.unit import Member, Unit
 from offload.training.early import REMEDY
 from offload.training.parameter import OffloadedParameter, ResidentParameter, owner_of

@@ -17,21 +17,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
 
 import torch
 
 from offload import native
-from offload.errors import OffloadError
 from offload.sharding.allocation import Allocation
+from offload.sharding.channel import Call, Kind
 from offload.sharding.layout import Span, Split
-from offload.sharding.ranks import Call, Kind, Ranks
+from offload.sharding.ranks import Ranks
 from offload.sharding.unit import Unit
 from offload.storage.device import Device
 from offload.storage.memory import view
 from offload.storage.staging import StagingPool
 from offload.storage.ticket import Ticket
 from offload.training.gradients import GradientBuffer, Gradients
+from offload.training.split_gradient import SplitGradient, refusal, stand_in
 from offload.training.steps import Waiting, unmeasured
 from offload.training.waiting import Settles
 
@@ -298,10 +298,10 @@ class ReducedGradients(Gradients):
             sent.copy_(values.view(split.ranks, -1))
         received = view(self._received, sent.dtype, 0, sent.numel()).view(split.ranks, -1)
         channel.exchange(call, sent, received, split.rank)
-        received[split.rank] = sent[split.rank]
         total = view(self._total, torch.float32, 0, unit.share.count)
-        total.copy_(received[0])
-        for row in received[1:]:
+        rows = [sent[rank] if rank == split.rank else received[rank] for rank in range(split.ranks)]
+        total.copy_(rows[0])
+        for row in rows[1:]:
             total += row
         if split.replicas > 1:
             total = self._add_copies(call, total)
@@ -360,42 +360,19 @@ class ReducedGradients(Gradients):
         if not (buffer.present[index] or buffer.arrived[index]):
             return None
         member = unit.members[index]
-        empty = torch.empty(member.slot.shape, dtype=member.parameter.dtype, device="meta")
-        return torch.Tensor._make_subclass(SplitGradient, empty)
+        return stand_in(member.slot.shape, member.parameter.dtype)
 
     def set(self, unit: Unit, index: int, value: torch.Tensor | None) -> None:
         if type(value) is SplitGradient:
             return  # p.grad = p.grad
         if value is not None:
-            raise OffloadError(_SPLIT.format(what="p.grad = ..."))
+            raise refusal("p.grad = ...")
         buffer = self._shares[unit.index]
         if buffer.ticket is not None:
             self._wait_for(buffer.ticket, unit.name)
             buffer.ticket = None
         buffer.present[index] = buffer.arrived[index] = False
         buffer.promised.discard(index)
-
-
-_SPLIT = (
-    "{what}: the gradients of this model are split over ranks, and no rank has a whole one. Expected "
-    "offload.clip_grad_norm_(model.parameters(), max_norm) for clipping, the optimizers of this package for steps, and "
-    "None for clearing"
-)
-_QUESTIONS = {"__get__", "dim", "ndimension", "numel", "size", "nelement", "is_floating_point", "is_complex"}
-
-
-class SplitGradient(torch.Tensor):
-    """``p.grad`` where no rank has all of it: there or not, with a shape, and nothing else."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        name = getattr(func, "__name__", str(func))
-        if name in _QUESTIONS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise OffloadError(_SPLIT.format(what=name))
 
 
 def _is_frozen(buffer: ShareBuffer) -> bool:

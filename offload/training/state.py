@@ -202,9 +202,8 @@ def read_member(
         for row, source in zip(out, state, strict=True):
             row[at : at + part.count].copy_(source)
 
-    store.visit(unit, member_span(member), copy, write=False)
-    for row in out:
-        store.ranks.assemble(unit.index, row, member_span(member), unit.layout.share)
+    for piece in store.pieces(unit, member_span(member)):
+        copy(*piece)
     master, exp_avg, exp_avg_sq = (row.view(slot.shape) for row in out)
     return master, exp_avg, exp_avg_sq
 

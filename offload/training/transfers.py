@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import torch
 
+from offload.sharding.channel import Call, Kind
 from offload.sharding.homes import ComputeHome, HostHome, SwapHome
-from offload.sharding.ranks import Call, Kind, Ranks
+from offload.sharding.ranks import Ranks
 from offload.sharding.unit import Home, Unit
 from offload.sizes import PAGE, round_up
 from offload.storage.device import Device, Region

@@ -25,9 +25,10 @@ from dataclasses import dataclass, field
 import torch
 
 from offload.lanes import Lanes
+from offload.sharding.channel import Call, Kind
 from offload.sharding.homes import ComputeHome, HostHome, SwapHome
 from offload.sharding.layout import Span
-from offload.sharding.ranks import Call, Kind, Ranks
+from offload.sharding.ranks import Ranks
 from offload.sharding.unit import Member, StateBlock, Unit
 from offload.storage.device import Device
 from offload.storage.staging import StagingPool

@@ -21,6 +21,7 @@ from offload.lanes import Lanes, warn_once
 from offload.planning.hardware import budgets_for
 from offload.planning.memory import (
     DELIVERY_BUFFERS,
+    PREFETCH,
     WHOLE_GRADIENTS,
     MemoryPlan,
     budgets_with_less_disk,
@@ -65,8 +66,6 @@ from offload.training.transfers import Transfers
 
 log = logging.getLogger("offload")
 Model = TypeVar("Model", bound=nn.Module)
-
-PREFETCH = 4  # units asked for ahead, if there is room
 
 
 def wrap(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload.config import WrapConfig
-from offload.planning.memory import MemoryPlan
+from offload.planning.memory import PREFETCH, MemoryPlan
 from offload.planning.profile import HardwareProfile
 from offload.planning.simulate import Course, Link, Stage, UnitLoad
 from offload.planning.trace import Trace, Use
@@ -14,7 +14,6 @@ from offload.training.state import state_bytes
 
 __all__ = ["course_of", "link_of"]
 
-PREFETCH = 4  # as engine.PREFETCH
 _GB, _MB = 1e9, 1e6
 
 

@@ -23,6 +23,7 @@ from offload.training.spill import ARRIVING_BUFFERS, READING_BUFFERS
 from offload.training.state import state_bytes
 
 STAGING_BUFFERS = 6  # of one block of state each: being read, updated and written, with one to spare for each way
+PREFETCH = 4  # units asked for ahead, if there is room
 DELIVERY_BUFFERS = 2  # of the largest unit's weights: one being filled, one being copied
 SPILL_BUFFERS = ARRIVING_BUFFERS + READING_BUFFERS  # of one piece of a gradient on disk each
 _Loading = Callable[[Sequence[nn.Parameter]], int]

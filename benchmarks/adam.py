@@ -58,6 +58,11 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
         step += 1
         native.adamw_(b.param, b.grad, b.m, b.v, step=step, out=b.out, isa=isa, threads=threads, **OPTIONS)
 
+    def all_fp32() -> None:
+        nonlocal step
+        step += 1
+        native.adamw_(b.param, b.grad32, b.m, b.v, step=step, **OPTIONS)
+
     def bf16_state() -> None:
         nonlocal step
         step += 1
@@ -68,6 +73,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
         native.traffic_(b.param, b.grad, b.m, b.v, b.out, threads=threads)
 
     candidates: dict[str, Callable[[], float]] = {"ours": timed(ours), "bf16 state": timed(bf16_state)}
+    candidates["all fp32"] = timed(all_fp32)
     if native.available():
         candidates["limit"] = timed(limit)
         candidates["ours, 1 thread"] = timed(lambda: ours(threads=1))
@@ -90,6 +96,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
 def _rows(seconds: dict[str, list[float]], arguments: argparse.Namespace, why_no_deepspeed: str) -> list[Row]:
     millions, unit = arguments.params / 1e6, "Mparam/s"
     name = f"Adam, bf16 gradient and weights, fp32 state, {arguments.threads} threads"
+    all_fp32 = f"Adam, all fp32, {arguments.threads} threads"
     limit = "its memory traffic alone, 28 B/param"
 
     def row(name: str, ours: str, peer: str, theirs: str, bar: float | None = None) -> Row:
@@ -103,9 +110,9 @@ def _rows(seconds: dict[str, list[float]], arguments: argparse.Namespace, why_no
     rows += [row(f"the same, {isa}", isa, limit, "limit") for isa in native.isas()[1:] if isa in seconds]
     rows += [
         row("the same, bf16 moments, 20 B/param", "bf16 state", "ours with fp32 moments, 28 B/param", "ours"),
-        row(name, "ours", "torch AdamW fused, all fp32", "torch"),
+        row(all_fp32, "all fp32", "torch AdamW fused, all fp32", "torch", 1.0),
         row(name, "ours", "torch AdamW fused, and the casts", "torch with casts"),
-        row(name, "ours", why_no_deepspeed or "DeepSpeedCPUAdam, all fp32", "deepspeed"),
+        row(all_fp32, "all fp32", why_no_deepspeed or "DeepSpeedCPUAdam, all fp32", "deepspeed"),
         row(name, "ours", why_no_deepspeed or "DeepSpeedCPUAdam, and the casts", "deepspeed with casts", 1.3),
         row("sum of squares of a bf16 gradient", "norm", "torch.linalg.vector_norm", "torch norm"),
     ]

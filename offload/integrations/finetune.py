@@ -28,6 +28,7 @@ from offload.integrations.loading import (
 )
 from offload.integrations.progress import Progress, StepFigures, Work
 from offload.integrations.run_checkpoints import Generators, RunCheckpoints
+from offload.integrations.run_plan import plan_of_run, said
 from offload.integrations.run_report import LaneFigures, RunReport, TierFigures
 from offload.integrations.step_trace import StepTrace
 from offload.progress import listening
@@ -84,6 +85,8 @@ class FinetuneRun:
                 self.progress.say(f"model: loaded whole into host memory before it is wrapped ({loaded.whole})")
             self._check_model()
         with listening(self._work), self._work:
+            with self._phase("plan"):
+                self._plan()
             with self._phase("wrap"):
                 self._wrap()
             self._resume()
@@ -91,6 +94,12 @@ class FinetuneRun:
             config.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot make the directory {config.out} for the result: {error.strerror}") from error
+
+    def _plan(self) -> None:
+        if self.crew.first:
+            self.report.plan = plan_of_run(self.model, self.config, self.crew.count)
+            if self.report.plan is not None:
+                self.progress.say(said(self.report.plan))
 
     def _wrap(self) -> None:
         import offload

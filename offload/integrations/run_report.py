@@ -52,6 +52,7 @@ class RunReport:
         failed_checkpoints: what the disk said to those that it refused.
         swap_bytes_per_step: bytes that the plan writes to swap space in one step.
         phases: wall seconds of the other parts of the run.
+        plan: what was planned before anything moved; None where it could not be.
         step_trace: a file beside this report with the timeline of one step, and the number of that step.
         measured_steps, sum_of_steps: how many steps :meth:`count` was told of, and the sum of their numbers.
     """
@@ -72,6 +73,7 @@ class RunReport:
     failed_checkpoints: list[str] = field(default_factory=list)
     swap_bytes_per_step: int = 0
     phases: dict[str, float] = field(default_factory=dict)
+    plan: dict[str, Any] | None = None
     step_trace: dict[str, Any] | None = None
     measured_steps: int = 0
     sum_of_steps: dict[str, Any] = field(default_factory=dict)
@@ -116,6 +118,7 @@ class RunReport:
             "failed_checkpoints": self.failed_checkpoints,
             "swap_bytes_per_step": self.swap_bytes_per_step,
             "phases": self.phases,
+            "plan": self.plan,
             "step_trace": self.step_trace,
             "mean_step": self.mean_step,
             "steps": [{**vars(step), "lanes": dict(step.lanes), "held": dict(step.held)} for step in self.steps],

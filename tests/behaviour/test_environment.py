@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import offload
+from offload import native
 from tests.loops import ROOT, TIERS, adamw, close, masters, plain_adamw, run_python, train, wrap
 from tests.models import MLP_TASK
 from tests.unit.storage.iotools import build_shim
@@ -35,9 +36,10 @@ def fingerprint(swap: Path) -> dict[str, Any]:
     return {"losses": losses, "bits": bits.hexdigest(), "info": offload.build_info(), "file": offload.__file__}
 
 
-def elsewhere(swap: Path, package: Path = ROOT, **environment: str) -> dict[str, Any]:
+def elsewhere(swap: Path, package: Path = ROOT, before: str = "", **environment: str) -> dict[str, Any]:
     """The same in a process of its own, with the package from another place."""
     code = f"""
+{before}
 import sys
 sys.path[:] = [{str(package)!r}, {str(ROOT)!r}, *filter(None, sys.path)]
 sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in type(f).__module__]  # they come before the path
@@ -118,6 +120,30 @@ def test_a_file_system_without_direct_io(tmp_path: Path) -> None:
     result = elsewhere(swap, LD_PRELOAD=build_shim(NO_DIRECT_IO, tmp_path))
     assert_same_run(result)
     assert not list(swap.iterdir())
+
+
+# What a container's seccomp profile does: io_uring_setup (425 everywhere) is not permitted from here on.
+FORBID_URING = """
+import ctypes, struct
+program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in [
+    (0x20, 0, 0, 0),  # load the number of the call
+    (0x15, 0, 1, 425),
+    (0x06, 0, 0, 0x00050000 | 1),  # fail with EPERM
+    (0x06, 0, 0, 0x7FFF0000),  # allow
+]))
+pointer = ctypes.create_string_buffer(struct.pack("@HP", 4, ctypes.addressof(program)))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+assert libc.prctl(22, 2, pointer) == 0, ctypes.get_errno()  # PR_SET_SECCOMP, a filter
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not native.available(), reason="no Linux, or no native core")
+def test_io_uring_forbidden_by_seccomp(tmp_path: Path) -> None:
+    result = elsewhere(tmp_path, before=FORBID_URING)
+    assert_same_run(result)
+    assert result["info"]["io"] == "threads"
+    assert "io_uring_setup: Operation not permitted" in result["info"]["io_reason"]
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm")

@@ -49,7 +49,7 @@ def test_adam_runs_small_and_writes_its_rows(tmp_path: Path, capsys: pytest.Capt
     fields = {"name", "value", "unit", "peer", "peer_value", "ratio", "spread", "bar", "holds"}
     assert all(set(row) == fields for row in written["rows"])
     bars = [row["bar"] for row in written["rows"] if row["bar"] is not None]
-    assert bars == [0.9, 1.3]
+    assert bars == [0.9, 1.0, 1.3]
     assert "torch AdamW fused" in capsys.readouterr().out
 
 

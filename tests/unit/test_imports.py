@@ -49,6 +49,16 @@ def test_import_loads_nothing_of_others() -> None:
     assert python(code).split() == ["offload"]
 
 
+def test_files_move_after_a_bare_import(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch, offload\nt = torch.arange(5000)\noffload.storage.io.write_file(sys.argv[1], t)\n"
+        "print(torch.equal(offload.storage.io.read_file(sys.argv[1], torch.empty_like(t)), t))"
+    )
+    assert python(code, str(tmp_path / "file")).split() == ["True"]
+    with pytest.raises(AttributeError, match="no attribute 'oi'"):
+        _ = offload.storage.oi
+
+
 def test_all_public_names_load_only_what_they_need() -> None:
     code = (
         "import torch\nbefore = {name.split('.')[0] for name in sys.modules}\nimport offload\n"

@@ -68,6 +68,15 @@ def finish(config: FinetuneConfig) -> tuple[FinetuneRun, dict[str, Any]]:
     return run, json.loads(config.report_path.read_text())
 
 
+def test_the_report_holds_what_was_planned(tmp_path: Path) -> None:
+    _, figures = finish(settings(tmp_path, three_tiers(tmp_path)))
+    planned, tiers = figures["plan"], figures["tiers"]
+    assert planned["tiers"]["nvme"] == tiers["nvme"]["peak"]
+    assert all(tiers[name]["peak"] <= planned["tiers"][name] <= tier["budget"] for name, tier in tiers.items())
+    assert planned["activations"] > 0
+    assert (planned["step_s"] is None) == bool(planned["not_predicted"])
+
+
 def test_the_loop_is_the_plain_loop(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from os import PathLike
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from offload.planning.memory import (
 )
 from offload.progress import through
 from offload.sharding.allocation import Allocation
+from offload.sharding.channel import Kind
 from offload.sharding.homes import ComputeHome, SwapHome
 from offload.sharding.layout import padded
 from offload.sharding.pieces import record_bytes
@@ -116,42 +118,36 @@ def wrap(
         CheckpointError: the weights are not those of this model, or not whole; its parameters are on meta as before.
         RankMismatchError: the ranks disagree about the model or the settings, or not all of them came.
     """
-    ready = device if isinstance(device, Device) else None
-    chosen = WrapConfig.make(
-        config,
-        tiers=tiers,
-        budgets=budgets,
-        swap_dirs=swap_dirs,
-        dtype=dtype,
-        device=None if ready else device,
-        grad_dtype=grad_dtype,
-        zero_stage=zero_stage,
-        **settings,
-    )
-    if isinstance(model, nn.Module) and model in attached:
-        raise OffloadError("this model is wrapped already; call offload.unwrap(model) before wrapping it anew")
-    check_model(model)
-    trace_as_environment_says()
     lanes = Lanes()
-    source = open_source(model, weights, key_rules(model), strict)
-    try:
-        compute = ready or open_device(chosen.device, lanes, chosen.poison)
-        try:
-            settled = with_compute_dtype(chosen, compute.torch_device.type != "cpu")
-            ranks = open_ranks(settled.zero_stage, mesh, compute.host_visible, lanes)
-            try:
-                agree(model, settled, compute, ranks)
-                with first_generator(model, ranks):
-                    runtime = _Builder(model, settled, compute, lanes, source, ranks).build()
-            except BaseException:
-                ranks.close()
-                raise
-        except BaseException:
+    ranks = open_ranks(mesh, lanes)
+    with ExitStack() as undo, ranks.telling():
+        undo.callback(ranks.close)
+        ready = device if isinstance(device, Device) else None
+        chosen = WrapConfig.make(
+            config,
+            tiers=tiers,
+            budgets=budgets,
+            swap_dirs=swap_dirs,
+            dtype=dtype,
+            device=None if ready else device,
+            grad_dtype=grad_dtype,
+            zero_stage=zero_stage,
+            **settings,
+        )
+        if isinstance(model, nn.Module) and model in attached:
+            raise OffloadError("this model is wrapped already; call offload.unwrap(model) before wrapping it anew")
+        check_model(model)
+        trace_as_environment_says()
+        with closing(open_source(model, weights, key_rules(model), strict)) as source:
+            compute = ready or open_device(chosen.device, lanes, chosen.poison)
             if ready is None:
-                compute.close()
-            raise
-    finally:
-        source.close()
+                undo.callback(compute.close)
+            settled = with_compute_dtype(chosen, compute.torch_device.type != "cpu")
+            agree(model, settled, compute, ranks)
+            ranks.divide(settled.zero_stage, compute.host_visible)
+            with first_generator(model, ranks):
+                runtime = _Builder(model, settled, compute, lanes, source, ranks).build()
+        undo.pop_all()
     attached[model] = runtime
     _refuse_foreign_optimizers()
     return model
@@ -211,11 +207,17 @@ class _Builder:
         parts = self._parts(plan, tiers, allocation, backend, swap, spill)
         before = originals(self._model)
         try:
-            numbered = list(enumerate(plan.cut.units))
-            for index, unit_plan in through("loading", numbered, lambda item: plan.layouts[item[0]].numel):
-                with self._values.unit(unit_plan.parameters, tiers["cpu"]):
-                    parts.units.append(self._move(index, plan, allocation, parts.state))
-            self._values.finish()
+            with self._ranks.telling():
+                numbered = list(enumerate(plan.cut.units))
+                for index, unit_plan in through("loading", numbered, lambda item: plan.layouts[item[0]].numel):
+                    with self._values.unit(unit_plan.parameters, tiers["cpu"]):
+                        parts.units.append(self._move(index, plan, allocation, parts.state))
+                self._values.finish()
+                parts.gradients = self._gradients(parts, plan, allocation, spill)
+                buffers = self._moved_buffers()
+                if isinstance(parts.residency, GatheredResidency):
+                    parts.residency.window = self._ranks.least({"window": tiers["gpu"].free})["window"]
+                self._ranks.votes(1, Kind.WRAP)  # nothing fails from here on
         except BaseException:
             try:
                 for unit in parts.units:
@@ -223,13 +225,11 @@ class _Builder:
             finally:
                 parts.close()
             raise
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
         parts.pinned = bool(allocation.locked)
-        parts.gradients = self._gradients(parts, plan, allocation, spill)
-        if isinstance(parts.residency, GatheredResidency):
-            parts.residency.window = self._ranks.least({"window": tiers["gpu"].free})["window"]
         runtime = Runtime(parts)
         runtime.handles = attach(runtime, self._model, plan.cut.users)
-        self._move_buffers()
         self._report(parts, kernels, backend, swap)
         return runtime
 
@@ -383,12 +383,15 @@ class _Builder:
         buffers = [buffer(*home, dtype) for home, dtype in zip(homes, dtypes, strict=True)]
         return Gradients(self._device, buffers, waiting, spill)
 
-    def _move_buffers(self) -> None:
-        """Buffers keep their dtype and go where compute is."""
-        for module in self._model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != self._device.torch_device:
-                    module._buffers[name] = buffer.to(self._device.torch_device)
+    def _moved_buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
+        """Those that are elsewhere, where compute is. They keep their dtype."""
+        device = self._device.torch_device
+        return [
+            (module, name, buffer.to(device))
+            for module in self._model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.device != device
+        ]
 
     def _report(self, parts: Parts, kernels: str, backend: IoBackend | None, swap: SwapSpace | None) -> None:
         """What was chosen, and (once in a process) why it is not the best there is."""

@@ -6,6 +6,8 @@ rank sends a few numbers (what, which unit, how much) to every other on a group 
 all say the same. Whoever differs, leaves or does not come within the group's timeout ends in a RankMismatchError on
 every rank, before a byte of the model has moved.
 
+A rank that fails where others go on announces that in place of what they do next, and says why.
+
 # Note [Two channels]
 Collectives of one group must be asked for in the same order on every rank. Those of forward and backward come in the
 order of the program, those of an update in the order of the units; the two run beside each other, so that each has
@@ -17,9 +19,10 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -44,6 +47,8 @@ class Kind(enum.IntEnum):
     READ = 7
     TEXT = 8
     END = 9
+    WRAP = 10
+    FAIL = 11
 
     def __str__(self) -> str:
         return _WORDS[self]
@@ -59,6 +64,8 @@ _WORDS = {
     Kind.READ: "read a parameter of",
     Kind.TEXT: "compare settings",
     Kind.END: "finish",
+    Kind.WRAP: "wrap the model",
+    Kind.FAIL: "fail",
 }
 
 
@@ -95,10 +102,9 @@ class Channel:
 
     def agree(self, call: Call) -> list[int]:
         """Every rank's flag, once all have announced this call. See Note [Announced collectives]."""
-        said = [self._calls, call.kind, call.unit, call.number, call.flag]
-        mine = torch.tensor(said, dtype=torch.int64, device="cpu")
-        self._calls += 1
-        rows = [tuple(row) for row in self.collect(call, mine).tolist()]
+        rows = self._announce(call)
+        if any(row[1] == Kind.FAIL for row in rows):
+            self._hear(call, rows, "")
         if len({row[:4] for row in rows}) > 1:
             told = "; ".join(f"rank {r}: {self._say(row)}" for r, row in zip(self._members, rows, strict=True))
             self._error = RankMismatchError(
@@ -107,6 +113,28 @@ class Channel:
             )
             raise self._error
         return [row[4] for row in rows]
+
+    def fail(self, why: str) -> None:
+        """Let every other rank's next call raise RankMismatchError with ``why``. Waits for these calls."""
+        call = Call(Kind.FAIL)
+        if self._error is None:
+            with suppress(RankMismatchError):
+                self._hear(call, self._announce(call), why)
+
+    def _announce(self, call: Call) -> list[tuple[int, ...]]:
+        said = [self._calls, call.kind, call.unit, call.number, call.flag]
+        self._calls += 1
+        return [tuple(row) for row in self.collect(call, torch.tensor(said, dtype=torch.int64, device="cpu")).tolist()]
+
+    def _hear(self, call: Call, rows: Sequence[tuple[int, ...]], why: str) -> NoReturn:
+        """Some have failed. They say why, and the others nothing."""
+        found = zip(self._members, rows, self._collect_texts(call, why), strict=True)
+        told = "; ".join(f"rank {rank} failed with {text}" for rank, row, text in found if row[1] == Kind.FAIL)
+        self._error = RankMismatchError(
+            f"expected all ranks to {self._about(call.kind, call.unit)}, found that {told}. Mend that, and start all "
+            "ranks again"
+        )
+        raise self._error
 
     def gather(self, call: Call, rows: torch.Tensor, rank: int, copies: bool = False) -> None:
         """Row ``rank`` goes to every other rank of the share group (or, with ``copies``, of those that have copies of
@@ -165,12 +193,15 @@ class Channel:
         """Every rank's text."""
         call = Call(Kind.TEXT)
         self.agree(call)
+        return self._collect_texts(call, text)
+
+    def _collect_texts(self, call: Call, text: str) -> list[str]:
         data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         sizes = self.collect(call, torch.tensor([data.numel()])).view(-1).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: data.numel()] = data
         rows = self.collect(call, padded)
-        return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+        return [bytes(row[:size].tolist()).decode().rstrip(" ") for row, size in zip(rows, sizes, strict=True)]
 
     def _do(self, call: Call, collective: Callable[[], Any]) -> None:
         if self._error is not None:
@@ -202,9 +233,9 @@ class Groups:
     """Process groups of one channel, with the ranks of this one's shares and of the copies of this one's share."""
 
     control: Any  # of all ranks, in host memory
-    shard: Any
-    host_shard: Any
-    replicas: Any
+    timeout: timedelta
     shard_members: Sequence[int]
     replica_members: Sequence[int]
-    timeout: timedelta
+    shard: Any = None
+    host_shard: Any = None
+    replicas: Any = None

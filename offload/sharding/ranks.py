@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -17,20 +18,44 @@ from offload.lanes import Lanes
 from offload.sharding.channel import Call, Channel, Groups, Kind
 from offload.sharding.layout import ALONE, FlatLayout, Span, Split
 
+log = logging.getLogger("offload")
+_CHANNELS = ("passes", "updates")
+
 
 class Ranks:
     """The ranks of one model, and this one's place among them. With one rank there are no channels."""
 
-    def __init__(
-        self,
-        split: Split = ALONE,
-        channels: Sequence[Channel] = (),
-        members: Sequence[int] = (0,),
-        groups: Sequence[Any] = (),
-        copy: int = 0,
-    ) -> None:
-        self.split, self.copy = split, copy  # ``copy``: which of those with the same share this one is
-        self._channels, self._members, self._groups = channels, members, list(groups)
+    def __init__(self, groups: GroupMaker | None = None, lanes: Lanes | None = None) -> None:
+        self._told = False  # the others know that this one has failed, or are out of reach
+        self.split, self.copy = ALONE, 0  # ``copy``: which of those with the same share this one is
+        self._channels: list[Channel] = []
+        self._members: Sequence[int] = (0,)
+        self._groups = groups
+        if groups is not None and lanes is not None:
+            self._members = [rank for row in groups.grid for rank in row]
+            self.split = Split(ranks=len(groups.grid[0]), rank=groups.rank, replicas=len(groups.grid))
+            self.copy = groups.copy
+            self._channels = [Channel(name, self._members, groups.control(), lanes) for name in _CHANNELS]
+
+    def divide(self, stage: int, host: bool) -> None:
+        """Open what model data moves on. ``host``: compute memory is host memory. Collective."""
+        self.split = replace(self.split, stage=stage)
+        for channel in self._channels:
+            assert self._groups is not None
+            channel.groups = self._groups.divided(channel.groups, host)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """What fails inside on this rank ends the others' next collective, with the reason."""
+        try:
+            yield
+        except Exception as error:
+            if self._channels and not self._told and not isinstance(error, RankMismatchError):
+                self._told = True
+                why = f"{type(error).__name__}: {error}"
+                log.warning("this rank failed, and the others are told: %s", why)
+                self.passes.run(lambda: self.passes.fail(why))
+            raise
 
     @property
     def alone(self) -> bool:
@@ -154,64 +179,85 @@ class Ranks:
 
     def close(self) -> None:
         """End the threads, and the groups that were made for this model."""
+        self._told = True
         for channel in self._channels:
             channel.close()
-        while self._groups and dist.is_initialized():
-            dist.destroy_process_group(self._groups.pop())
+        if self._groups is not None:
+            self._groups.close()
 
 
-def open_ranks(stage: int, mesh: Any | None, host: bool, lanes: Lanes) -> Ranks:
+class GroupMaker:
+    """Makes the process groups of a ``grid`` of ranks (copies x shares), and ends them."""
+
+    def __init__(self, grid: list[list[int]]) -> None:
+        here = dist.get_rank()
+        self.grid = grid
+        self.copy, self.rank = next((c, row.index(here)) for c, row in enumerate(grid) if here in row)
+        self._timeout = _timeout()
+        self._members = [rank for row in grid for rank in row]
+        self._whole = len(self._members) == dist.get_world_size()
+        self._made: list[Any] = []
+
+    def control(self) -> Groups:
+        """Groups with nothing but that of all ranks. Collective, as all of these."""
+        columns = list(zip(*self.grid, strict=True))
+        members = self.grid[self.copy], columns[self.rank]
+        return Groups(self._group([self._members], "gloo"), self._timeout, *members)
+
+    def divided(self, groups: Groups, host: bool) -> Groups:
+        """The others as well. ``host``: compute memory is host memory."""
+        one_copy = len(self.grid) == 1
+        host_shard = groups.control if one_copy else self._group(self.grid, "gloo")
+        shard = host_shard if host else self._group(self.grid, None)
+        columns = [list(column) for column in zip(*self.grid, strict=True)]
+        replicas = None if one_copy else self._group(columns, "gloo" if host else None)
+        return replace(groups, shard=shard, host_shard=host_shard, replicas=replicas)
+
+    def _group(self, kinds: Sequence[list[int]], backend: str | None) -> Any:
+        """That of ``kinds`` with this rank. torch names groups by how many there were before, so every rank of the
+        world makes all of them, in one order; ranks outside a part of the world cannot be asked to."""
+        found, here, local = None, dist.get_rank(), not self._whole
+        try:
+            for ranks in kinds:
+                if self._whole or here in ranks:
+                    one = dist.new_group(ranks, timeout=self._timeout, backend=backend, use_local_synchronization=local)
+                    if here in ranks:
+                        found = one
+                        self._made.append(one)
+        except RuntimeError as error:
+            raise RankMismatchError(
+                f"expected all of the ranks {self._members} to call offload.wrap, found that not all did within "
+                f"{self._timeout.total_seconds():g} s ({str(error).splitlines()[0]})"
+            ) from error
+        return found
+
+    def close(self) -> None:
+        """End those that were made."""
+        while self._made and dist.is_initialized():
+            dist.destroy_process_group(self._made.pop())
+
+
+def open_ranks(mesh: Any | None, lanes: Lanes) -> Ranks:
     """The ranks of the default process group, or of ``mesh``: a DeviceMesh of one dimension (shares), or of two
-    (copies, shares). One rank where torch.distributed is not in use.
+    (copies, shares). One rank where torch.distributed is not in use. :meth:`Ranks.divide` is to follow.
 
-    ``host``: compute memory is host memory. Raises RankMismatchError if the others do not come.
+    Raises RankMismatchError if the others do not come.
     """
     if not (dist.is_available() and dist.is_initialized()):
         if mesh is not None:
             raise ConfigError("mesh: expected torch.distributed to be initialised, found that it is not; use torchrun")
-        return Ranks(Split(stage=stage))
+        return Ranks()
     grid = torch.arange(dist.get_world_size()).view(1, -1) if mesh is None else _grid(mesh)
     if grid.numel() == 1:
-        return Ranks(Split(stage=stage))
-    place = (grid == dist.get_rank()).nonzero()
-    if not len(place):
+        return Ranks()
+    if not (grid == dist.get_rank()).any():
         raise ConfigError(f"mesh: expected rank {dist.get_rank()} in it, found {grid.tolist()}")
-    copy, rank = (int(i) for i in place[0])
-    members = grid.flatten().tolist()
-    made: list[Any] = []
-    timeout = _timeout()
-    whole = grid.numel() == dist.get_world_size()
-
-    def group(kinds: Sequence[list[int]], backend: str | None) -> Any:
-        """That of ``kinds`` with this rank. torch names groups by how many there were before, so every rank of the
-        world makes all of them, in one order; ranks outside a part of the world cannot be asked to."""
-        found = None
-        for ranks in kinds:
-            if whole or dist.get_rank() in ranks:
-                one = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=not whole)
-                if dist.get_rank() in ranks:
-                    found = one
-                    made.append(one)
-        return found
-
-    def channel(name: str) -> Channel:
-        shares, copies = grid.tolist(), grid.T.tolist()
-        control = group([members], "gloo")
-        host_shard = control if len(shares) == 1 else group(shares, "gloo")
-        shard = host_shard if host else group(shares, None)
-        replicas = None if len(shares) == 1 else group(copies, "gloo" if host else None)
-        groups = Groups(control, shard, host_shard, replicas, shares[copy], copies[rank], timeout)
-        return Channel(name, members, groups, lanes)
-
+    groups = GroupMaker(grid.tolist())
     try:
-        passes, updates = channel("passes"), channel("updates")
-    except RuntimeError as error:
-        raise RankMismatchError(
-            f"expected all of the ranks {members} to call offload.wrap, found that not all did within "
-            f"{timeout.total_seconds():g} s ({str(error).splitlines()[0]})"
-        ) from error
-    split = Split(grid.shape[1], rank, stage, grid.shape[0])
-    return Ranks(split, (passes, updates), members, made, copy)
+        return Ranks(groups, lanes)
+    except BaseException:
+        groups.close()
+        raise
 
 
 def _grid(mesh: Any) -> torch.Tensor:

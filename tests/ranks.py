@@ -23,18 +23,23 @@ class Lost(Exception):
 
 
 def on_ranks(
-    count: int, program: Callable[..., Any], *args: Any, limit_s: float = 90, timeout_s: int = TIMEOUT_S
+    count: int,
+    program: Callable[..., Any],
+    *args: Any,
+    limit_s: float = 90,
+    timeout_s: int = TIMEOUT_S,
+    enter: Callable[[int], None] | None = None,
 ) -> Any:
     """What ``program(rank, *args)`` returns on each of ``count`` ranks; an exception comes back as its text.
 
-    ``limit_s``: how long all may take; ``timeout_s``: that of the process group.
+    ``limit_s``: how long all may take; ``timeout_s``: that of the process group; ``enter(rank)`` is called first.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(count):
             ours, theirs = context.Pipe(duplex=False)
-            arguments = (rank, count, Path(folder, "store"), timeout_s, theirs, program, args)
+            arguments = (rank, count, Path(folder, "store"), timeout_s, theirs, enter, program, args)
             process = context.Process(target=_run, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -62,9 +67,11 @@ def _result(pipe: Any, process: Any, limit_s: float) -> Any:
     return value
 
 
-def _run(rank: int, count: int, store: Path, timeout_s: int, pipe: Any, program: Any, args: Any) -> None:
+def _run(rank: int, count: int, store: Path, timeout_s: int, pipe: Any, enter: Any, program: Any, args: Any) -> None:
     torch.set_num_threads(1)
     try:
+        if enter is not None:
+            enter(rank)
         dist.init_process_group(
             "gloo",
             init_method=f"file://{store}",

@@ -17,7 +17,11 @@ def plan_of_run(model: nn.Module, config: FinetuneConfig, ranks: int) -> dict[st
     fit or cannot be planned: `offload.wrap` says why."""
     import offload
 
-    settings = {"batch_size": config.batch_size, "seq_len": config.seq_len, "grad_accum": config.grad_accum}
+    settings: dict[str, Any] = {
+        "batch_size": config.batch_size,
+        "seq_len": config.seq_len,
+        "grad_accum": config.grad_accum,
+    }
     try:
         plan = offload.plan(model, ranks=ranks, **settings, **config.wrap)
     except ConfigError:

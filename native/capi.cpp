@@ -28,6 +28,26 @@ bool is_dtype(int32_t dtype) {
   return dtype == OFFLOAD_F32 || dtype == OFFLOAD_BF16 || dtype == OFFLOAD_F16;
 }
 
+static_assert(offload::kPortion % offload::kBlock == 0, "a portion must begin where a block begins");
+
+// Has task make the sum of each block of n elements (into the `blocks` of its context), and adds them up in order.
+template <class Context>
+int32_t sum_of_blocks(uint64_t n, double start, int32_t threads, Context& context, offload::RangeTask task,
+                      double* result) {
+  const std::size_t count = (n + offload::kBlock - 1) / offload::kBlock;
+  try {
+    const std::unique_ptr<double[]> blocks(new double[count]);
+    context.blocks = blocks.get();
+    offload::parallel_for(n, threads, task, &context);
+    double total = start;
+    for (std::size_t i = 0; i < count; ++i) total += blocks[i];
+    *result = total;
+  } catch (const std::bad_alloc&) {
+    return -ENOMEM;
+  }
+  return 0;
+}
+
 }  // namespace
 
 extern "C" {
@@ -93,27 +113,35 @@ int32_t offload_sum_squares(const void* x, int32_t dtype, uint64_t n, double sta
     const char* x;
     int32_t dtype;
     double* blocks;
-  };
-  static_assert(offload::kPortion % offload::kBlock == 0, "a portion must begin where a block begins");
-  const std::size_t count = (n + offload::kBlock - 1) / offload::kBlock;
-  try {
-    const std::unique_ptr<double[]> blocks(new double[count]);
-    Context context{kernels, static_cast<const char*>(x), dtype, blocks.get()};
-    offload::parallel_for(
-        n, threads,
-        [](void* raw, std::size_t begin, std::size_t end) {
-          const Context& c = *static_cast<const Context*>(raw);
-          c.kernels->sum_squares(c.x + begin * item_size(c.dtype), c.dtype, end - begin,
-                                 c.blocks + begin / offload::kBlock);
-        },
-        &context);
-    double total = start;
-    for (std::size_t i = 0; i < count; ++i) total += blocks[i];
-    *result = total;
-  } catch (const std::bad_alloc&) {
-    return -ENOMEM;
-  }
-  return 0;
+  } context{kernels, static_cast<const char*>(x), dtype, nullptr};
+  return sum_of_blocks(
+      n, start, threads, context,
+      [](void* raw, std::size_t begin, std::size_t end) {
+        const Context& c = *static_cast<const Context*>(raw);
+        c.kernels->sum_squares(c.x + begin * item_size(c.dtype), c.dtype, end - begin,
+                               c.blocks + begin / offload::kBlock);
+      },
+      result);
+}
+
+int32_t offload_accumulate(void* target, int32_t target_dtype, const void* source, int32_t source_dtype, uint64_t n,
+                           int32_t add, double start, int32_t isa, int32_t threads, double* result) {
+  const Kernels* kernels = kernels_at(isa);
+  if (kernels == nullptr || result == nullptr || threads < 1) return -EINVAL;
+  if (!is_dtype(target_dtype) || !is_dtype(source_dtype)) return -EINVAL;
+  *result = start;
+  if (n == 0) return 0;
+  if (!target || !source) return -EINVAL;
+  struct Context : offload::AccumulateArgs {
+    const Kernels* kernels;
+  } context{{target, source, target_dtype, source_dtype, add != 0, nullptr}, kernels};
+  return sum_of_blocks(
+      n, start, threads, context,
+      [](void* raw, std::size_t begin, std::size_t end) {
+        const Context& c = *static_cast<const Context*>(raw);
+        c.kernels->accumulate(c, begin, end);
+      },
+      result);
 }
 
 int32_t offload_traffic(float* param, const uint16_t* grad, float* exp_avg, float* exp_avg_sq, uint16_t* out,

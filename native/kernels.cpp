@@ -233,26 +233,34 @@ bool adam(const offload_adam_args& a, size_t begin, size_t end) {
 constexpr size_t kLanes = 32;
 
 template <class T>
-void sum_squares_blocks(const typename T::Stored* OFFLOAD_RESTRICT x, size_t n, double* OFFLOAD_RESTRICT blocks) {
-  for (size_t start = 0, block = 0; start < n; start += offload::kBlock, ++block) {
-    const size_t size = n - start < offload::kBlock ? n - start : offload::kBlock;
-    const size_t rows = size / kLanes;
-    double lane[kLanes] = {};
-    for (size_t row = 0; row < rows; ++row) {
-      const typename T::Stored* OFFLOAD_RESTRICT at = x + start + row * kLanes;
-      for (size_t j = 0; j < kLanes; ++j) {
-        const double value = static_cast<double>(T::load(at[j]));
-        lane[j] += value * value;
-      }
-    }
-    for (size_t j = 0; j < size % kLanes; ++j) {
-      const double value = static_cast<double>(T::load(x[start + rows * kLanes + j]));
+inline double sum_block(const typename T::Stored* OFFLOAD_RESTRICT x, size_t size) {
+  const size_t rows = size / kLanes;
+  double lane[kLanes] = {};
+  for (size_t row = 0; row < rows; ++row) {
+    const typename T::Stored* OFFLOAD_RESTRICT at = x + row * kLanes;
+    for (size_t j = 0; j < kLanes; ++j) {
+      const double value = static_cast<double>(T::load(at[j]));
       lane[j] += value * value;
     }
-    for (size_t half = kLanes / 2; half > 0; half /= 2) {
-      for (size_t j = 0; j < half; ++j) lane[j] += lane[j + half];
-    }
-    blocks[block] = lane[0];
+  }
+  for (size_t j = 0; j < size % kLanes; ++j) {
+    const double value = static_cast<double>(T::load(x[rows * kLanes + j]));
+    lane[j] += value * value;
+  }
+  for (size_t half = kLanes / 2; half > 0; half /= 2) {
+    for (size_t j = 0; j < half; ++j) lane[j] += lane[j + half];
+  }
+  return lane[0];
+}
+
+inline size_t block_size(size_t start, size_t n) {
+  return n - start < offload::kBlock ? n - start : offload::kBlock;
+}
+
+template <class T>
+void sum_squares_blocks(const typename T::Stored* x, size_t n, double* blocks) {
+  for (size_t start = 0, block = 0; start < n; start += offload::kBlock, ++block) {
+    blocks[block] = sum_block<T>(x + start, block_size(start, n));
   }
 }
 
@@ -267,6 +275,64 @@ bool sum_squares(const void* x, std::int32_t dtype, size_t n, double* blocks) {
     case OFFLOAD_F16:
       sum_squares_blocks<F16>(static_cast<const uint16_t*>(x), n, blocks);
       return true;
+    default:
+      return false;
+  }
+}
+
+// A value of one type as another: rounded to nearest even, or the same bits.
+template <class To, class From>
+struct Converted {
+  static typename To::Stored of(typename From::Stored x) { return To::store(From::load(x)); }
+};
+template <class Same>
+struct Converted<Same, Same> {
+  static typename Same::Stored of(typename Same::Stored x) { return x; }
+};
+
+// Copies or adds block by block, and sums each one's squares while it is in the first cache.
+template <class To, class From>
+void accumulate_blocks(const offload::AccumulateArgs& a, size_t begin, size_t end) {
+  for (size_t start = begin; start < end; start += offload::kBlock) {
+    const size_t size = block_size(start, end);
+    typename To::Stored* OFFLOAD_RESTRICT to = static_cast<typename To::Stored*>(a.target) + start;
+    const typename From::Stored* OFFLOAD_RESTRICT from = static_cast<const typename From::Stored*>(a.source) + start;
+    if (a.add) {
+      for (size_t i = 0; i < size; ++i) {
+        to[i] = To::store(To::load(to[i]) + To::load(Converted<To, From>::of(from[i])));
+      }
+    } else {
+      for (size_t i = 0; i < size; ++i) to[i] = Converted<To, From>::of(from[i]);
+    }
+    a.blocks[start / offload::kBlock] = sum_block<To>(to, size);
+  }
+}
+
+template <class To>
+bool accumulate_from(const offload::AccumulateArgs& a, size_t begin, size_t end) {
+  switch (a.source_dtype) {
+    case OFFLOAD_F32:
+      accumulate_blocks<To, F32>(a, begin, end);
+      return true;
+    case OFFLOAD_BF16:
+      accumulate_blocks<To, BF16>(a, begin, end);
+      return true;
+    case OFFLOAD_F16:
+      accumulate_blocks<To, F16>(a, begin, end);
+      return true;
+    default:
+      return false;
+  }
+}
+
+bool accumulate(const offload::AccumulateArgs& a, size_t begin, size_t end) {
+  switch (a.target_dtype) {
+    case OFFLOAD_F32:
+      return accumulate_from<F32>(a, begin, end);
+    case OFFLOAD_BF16:
+      return accumulate_from<BF16>(a, begin, end);
+    case OFFLOAD_F16:
+      return accumulate_from<F16>(a, begin, end);
     default:
       return false;
   }
@@ -290,5 +356,5 @@ void traffic(const offload::TrafficArgs& a, size_t begin, size_t end) {
 }  // namespace
 
 namespace offload {
-extern const Kernels OFFLOAD_KERNELS = {OFFLOAD_KERNELS_NAME, adam, sum_squares, traffic};
+extern const Kernels OFFLOAD_KERNELS = {OFFLOAD_KERNELS_NAME, adam, sum_squares, accumulate, traffic};
 }  // namespace offload

@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 // Raised whenever a struct or a signature below changes; the binding refuses any other number.
-#define OFFLOAD_ABI 5
+#define OFFLOAD_ABI 6
 OFFLOAD_API int32_t offload_abi(void);
 
 // A short English text for a code returned by a function below. Never NULL; the text is static or thread-local.
@@ -86,6 +86,12 @@ OFFLOAD_API int32_t offload_adam(const offload_adam_args* args, int32_t isa, int
 // not. Where start is the sum of what comes before x, a multiple of 4096 elements, it is that of one call for all.
 OFFLOAD_API int32_t offload_sum_squares(const void* x, int32_t dtype, uint64_t n, double start, int32_t isa,
                                         int32_t threads, double* result);
+
+// target = source (add = 0) or target + source, each rounded to the target's dtype, source first; and as
+// offload_sum_squares, start and the sum of squares of what target holds then. Buffers must not overlap.
+OFFLOAD_API int32_t offload_accumulate(void* target, int32_t target_dtype, const void* source, int32_t source_dtype,
+                                       uint64_t n, int32_t add, double start, int32_t isa, int32_t threads,
+                                       double* result);
 
 // Moves the memory that offload_adam moves (reads grad, param and both moments; writes param, both moments and out;
 // 28 B per element for a bf16 grad and a bf16 out) and computes next to nothing: the limit for benchmarks.

@@ -51,7 +51,8 @@ from offload.training.agreeing import agree, first_generator
 from offload.training.checking import check_model
 from offload.training.delivery import Delivery
 from offload.training.gathered import GatheredResidency
-from offload.training.gradients import GradientBuffer, GradientMemory, Gradients, gradient_dtype
+from offload.training.gradient_buffer import GradientBuffer, GradientMemory
+from offload.training.gradients import Gradients, gradient_dtype
 from offload.training.hooks import attach
 from offload.training.moving import copy_values, fill_home, give_back, move_in, move_out, originals
 from offload.training.optimizer import refuse_foreign
@@ -286,11 +287,12 @@ class _Builder:
         steps = StepMeter(self._lanes, device)
         kind = GatheredResidency if any(plan.placement.sharded) else Residency
         residency = kind(units, tiers["gpu"], transfers, depth, eager_release=config.poison, waiting=steps.waiting)
-        update_thread = Worker("offload-update")
+        update_thread, gradient_thread = Worker("offload-update"), Worker("offload-gradients")
 
         def close() -> None:
             residency.stop()
             update_thread.close()
+            gradient_thread.close()
             ranks.close()
             transfers.close()
             device.drain()
@@ -316,6 +318,7 @@ class _Builder:
             delivery=Delivery(device, residency, delivery, tiers["cpu"]),
             meter=None if swap is None else swap.meter,
             update_thread=update_thread,
+            gradient_thread=gradient_thread,
             steps=steps,
             pinned=False,
             close=close,
@@ -378,10 +381,11 @@ class _Builder:
                 assert spill is not None
                 return SpilledBuffer(unit, dtype, home, spill)
             place = tier, unit.layout.numel * dtype.itemsize
-            return GradientBuffer(unit, dtype, lambda: flat.take(*place), lambda buffer: flat.give(*place, buffer))
+            give_back = functools.partial(flat.give, *place)
+            return GradientBuffer(unit, dtype, lambda: flat.take(*place), give_back, in_compute=tier == "gpu")
 
         buffers = [buffer(*home, dtype) for home, dtype in zip(homes, dtypes, strict=True)]
-        return Gradients(self._device, buffers, waiting, spill)
+        return Gradients(self._device, buffers, waiting, spill, parts.gradient_thread)
 
     def _moved_buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """Those that are elsewhere, where compute is. They keep their dtype."""

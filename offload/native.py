@@ -25,6 +25,7 @@ from offload.native_lib import Completion, Library, library, missing
 __all__ = [
     "Aio",
     "Completion",
+    "accumulate_",
     "adamw_",
     "available",
     "crc",
@@ -247,6 +248,30 @@ def sum_squares(x: torch.Tensor, start: float = 0.0, *, isa: str | None = None, 
     if lib is None:
         return torch_kernels.sum_squares(x, start)
     return lib.sum_squares(x.data_ptr(), _DTYPES[x.dtype], n, start, index, workers)
+
+
+def accumulate_(
+    target: torch.Tensor,
+    source: torch.Tensor,
+    *,
+    add: bool,
+    start: float = 0.0,
+    isa: str | None = None,
+    threads: int | None = None,
+) -> float:
+    """Copy `source` to `target`, or add it to what is there, and return `sum_squares(target, start)`, in one pass.
+
+    n elements of fp32, bf16 or fp16 each, on the CPU; contiguous; they share no memory. `source` is rounded to the
+    dtype of `target` first, and so is the sum of both. Raises TypeError or ValueError when not.
+    """
+    n = _tensor("target", target, _DTYPES, None)
+    _tensor("source", source, _DTYPES, n)
+    _no_overlap({"target": target, "source": source})
+    lib, index, workers = _where(isa, threads)
+    if lib is None:
+        return torch_kernels.accumulate_(target, source, add=add, start=start)
+    addresses, dtypes = (target.data_ptr(), source.data_ptr()), (_DTYPES[target.dtype], _DTYPES[source.dtype])
+    return lib.accumulate(addresses, dtypes, n, add, start, index, workers)
 
 
 def crc32c(buffer: torch.Tensor, granule: int, *, how: str | None = None, threads: int | None = None) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Final
 
 __all__ = ["Completion", "Library", "library", "missing"]
 
-_ABI: Final = 5
+_ABI: Final = 6
 _DIRECTORY: Final = Path(__file__).resolve().parent / "_lib"
 
 
@@ -79,6 +79,11 @@ _SIGNATURES: Final = (
     ("offload_isa_name", _TEXT, (_I32,)),
     ("offload_adam", _I32, (ctypes.POINTER(_AdamArgs), _I32, _I32)),
     ("offload_sum_squares", _I32, (_POINTER, _I32, _U64, ctypes.c_double, _I32, _I32, ctypes.POINTER(ctypes.c_double))),
+    (
+        "offload_accumulate",
+        _I32,
+        (_POINTER, _I32, _POINTER, _I32, _U64, _I32, ctypes.c_double, _I32, _I32, ctypes.POINTER(ctypes.c_double)),
+    ),
     ("offload_traffic", _I32, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _U64, _I32, _I32)),
     ("offload_crc_hardware", _I32, ()),
     ("offload_crc32c", _I32, (_POINTER, _U64, _U64, _POINTER, _I32, _I32)),
@@ -140,6 +145,24 @@ class Library:
         result = ctypes.c_double()
         code = self._c.offload_sum_squares(address, dtype, n, start, isa, threads, ctypes.byref(result))
         self._check(code, "sum_squares")
+        return result.value
+
+    def accumulate(
+        self,
+        addresses: tuple[int, int],
+        dtypes: tuple[int, int],
+        n: int,
+        add: bool,
+        start: float,
+        isa: int,
+        threads: int,
+    ) -> float:
+        """Addresses and dtypes of target and source."""
+        (target, source), (to, of), result = addresses, dtypes, ctypes.c_double()
+        code = self._c.offload_accumulate(
+            target, to, source, of, n, int(add), start, isa, threads, ctypes.byref(result)
+        )
+        self._check(code, "accumulate_")
         return result.value
 
     def traffic(self, addresses: tuple[int, int, int, int, int], n: int, isa: int, threads: int) -> None:

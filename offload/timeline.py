@@ -21,7 +21,16 @@ __all__ = ["Event", "Timeline", "add", "start", "stop", "tracing"]
 LIMIT = 200_000  # events kept, about 40 MB; older ones make room
 _LEVEL = "tier "  # how rows begin that tell a level, not work
 _NESTED = ("compute",)  # rows whose events may lie within each other, as calls do
-_ORDER = ("step", "compute", "h2d", "d2h", "nvme_read", "nvme_write", "adam")  # of the rows, others after them
+_ORDER = (
+    "step",
+    "compute",
+    "h2d",
+    "d2h",
+    "nvme_read",
+    "nvme_write",
+    "gradients",
+    "adam",
+)  # of the rows, others after them
 
 
 class Event(NamedTuple):

@@ -206,6 +206,17 @@ def sum_squares(x: torch.Tensor, start: float = 0.0) -> float:
     return float(np.add.accumulate(np.append(start, blocks))[-1])  # accumulate adds strictly from left to right
 
 
+@torch.no_grad()
+def accumulate_(target: torch.Tensor, source: torch.Tensor, *, add: bool, start: float = 0.0) -> float:
+    """`offload.native.accumulate_` without its checks, for tensors of any strides that are on one device."""
+    source = source.detach().to(target.dtype)
+    if add:
+        target.detach().add_(source)
+    else:
+        target.detach().copy_(source)
+    return sum_squares(target, start)
+
+
 def _block_sums(chunk: torch.Tensor) -> torch.Tensor:
     blocks = -(-chunk.numel() // _BLOCK)
     padded = torch.zeros(blocks * _BLOCK, dtype=torch.float64, device=chunk.device)

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
 
 class ClipFactors:
-    """By parameter. ``gradient`` finds its gradient, or None."""
+    """By parameter. ``version`` counts the changes of its gradient; -1 where there is none."""
 
-    def __init__(self, gradient: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
-        self._gradient = gradient
+    def __init__(self, version: Callable[[nn.Parameter], int]) -> None:
+        self._version = version
         # By the parameter's id: the factor, and the version of the gradient that it was made from.
         self._factors: dict[int, tuple[float, int]] = {}
 
     def set(self, parameters: Iterable[Any], factor: float) -> None:
         """Multiply these gradients by this in their next update, in the pass that reads them anyway; NaN forbids it."""
         for parameter in parameters:
-            self._factors[id(parameter)] = (factor, self._gradient_version(parameter))
+            self._factors[id(parameter)] = (factor, self._version(parameter))
 
     def of(self, parameter: nn.Parameter) -> float:
         return self._factors.get(id(parameter), (1.0, 0))[0]
@@ -33,8 +32,4 @@ class ClipFactors:
     def norm_was_taken(self, parameter: nn.Parameter) -> bool:
         """Is its gradient the one whose (finite) norm clipping has taken?"""
         found = self._factors.get(id(parameter))
-        return found is not None and found[1] == self._gradient_version(parameter)
-
-    def _gradient_version(self, parameter: nn.Parameter) -> int:
-        gradient = self._gradient(parameter)
-        return -1 if gradient is None else gradient._version
+        return found is not None and found[1] == self._version(parameter)

@@ -16,10 +16,11 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     """Clip the gradients of a wrapped model to a global L2 norm of ``max_norm``; returns the norm before (fp64, 0-dim),
     over all ranks and alike on them.
 
-    The squares are summed per parameter in double, in a fixed order. The factor, ``max_norm / (norm + 1e-6)`` and at
-    most 1, is applied by the next ``optimizer.step()`` in the pass that reads the gradient anyway: ``p.grad`` keeps the
-    unclipped value, and a bf16 gradient is not rounded a second time (``torch.nn.utils.clip_grad_norm_`` works too, and
-    rounds it). A norm that is not finite makes ``step()`` leave the update out.
+    The squares are summed per parameter in double, in a fixed order, as the gradients come; those whose ``p.grad`` was
+    looked at since are read again. The factor, ``max_norm / (norm + 1e-6)`` and at most 1, is applied by the next
+    ``optimizer.step()`` in the pass that reads the gradient anyway: ``p.grad`` keeps the unclipped value, and a bf16
+    gradient is not rounded a second time (``torch.nn.utils.clip_grad_norm_`` works too, and rounds it). A norm that is
+    not finite makes ``step()`` leave the update out.
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not listed:

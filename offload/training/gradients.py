@@ -6,106 +6,24 @@ fp16 (a sum of scaled fp16 gradients overflows, and ``GradScaler`` refuses them)
 
 from __future__ import annotations
 
-import sys
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
 import torch
 
-from offload import native, torch_kernels
+from offload import native, timeline, torch_kernels
 from offload.sharding.unit import Member, Unit
 from offload.storage.device import Device
-from offload.storage.memory import view
-from offload.storage.ticket import Ticket
+from offload.storage.ticket import FutureTicket, Ticket
+from offload.storage.worker import Worker
+from offload.training.gradient_buffer import GradientBuffer
 from offload.training.spill import Spill, SpilledBuffer
 from offload.training.steps import Waiting, unmeasured
-from offload.training.waiting import Settles, plain, waiting
+from offload.training.waiting import plain
 
 _UNDER_WAY = 8  # gradients that may wait on the device for their copy
-_OURS = 2  # references to a view that nobody else holds: a local name, and the question itself
-
-
-class GradientMemory:
-    """Flat uint8 buffers by tier and size; those that are given back are used again, by whatever unit needs one."""
-
-    def __init__(self, allocate: Callable[[str, int], torch.Tensor]) -> None:
-        self._allocate = allocate
-        self._free: dict[tuple[str, int], list[torch.Tensor]] = {}
-
-    def take(self, tier: str, nbytes: int) -> torch.Tensor:
-        free = self._free.setdefault((tier, nbytes), [])
-        return free.pop() if free else self._allocate(tier, nbytes)
-
-    def give(self, tier: str, nbytes: int, buffer: torch.Tensor) -> None:
-        self._free[tier, nbytes].append(buffer)
-
-
-class GradientBuffer:
-    """The gradients of one unit. ``allocate`` is called at the first one and returns the flat uint8 buffer, and
-    ``give_back`` takes one that an update has read."""
-
-    def __init__(
-        self,
-        unit: Unit,
-        dtype: torch.dtype,
-        allocate: Callable[[], torch.Tensor],
-        give_back: Callable[[torch.Tensor], None] = lambda buffer: None,
-    ) -> None:
-        self.unit, self.dtype, self._allocate, self._give_back = unit, dtype, allocate, give_back
-        self._bytes: torch.Tensor | None = None
-        self._flat: torch.Tensor | None = None
-        self._views: list[torch.Tensor] = []
-        self.present = [False] * len(unit.members)
-        self.promised: set[int] = set()  # members whose gradient is a promised update's, and none has come since
-
-    @property
-    def flat(self) -> torch.Tensor:
-        """All gradients of the unit, flat, in the gradient dtype; the memory is asked for at the first call."""
-        if self._flat is None:
-            self._bytes = self._allocate()
-            self._flat = view(self._bytes, self.dtype, 0, self.unit.layout.numel)
-            for slot in (m.slot for m in self.unit.members):
-                self._flat[slot.offset + slot.numel : slot.end].zero_()
-        return self._flat
-
-    def hand_over(self) -> Callable[[], None]:
-        """The buffer is an update's; the next gradient gets another one. Returns what gives this one back."""
-        assert self._bytes is not None
-        for index, present in enumerate(self.present):
-            if present:
-                self.let_go(index)
-        self.present = [False] * len(self.present)
-        self.promised = set()
-        handed, self._bytes, self._flat, self._views = self._bytes, None, None, []
-        return lambda: self._give_back(handed)
-
-    def view(self, index: int) -> torch.Tensor:
-        """The place of member ``index``'s gradient, in its shape; the same object at each call."""
-        if not self._views:
-            slots = [m.slot for m in self.unit.members]
-            self._views = [self.flat[s.offset : s.offset + s.numel].view(s.shape) for s in slots]
-        return self._views[index]
-
-    def promise(self, indices: Iterable[int], owner: Settles) -> None:
-        """An update is about to read these. Whoever holds them waits for it before doing anything to them."""
-        self.promised = set(indices)
-        for gradient in self._views:
-            waiting(gradient, owner, self.unit)
-
-    def forsake(self) -> None:
-        """That update failed and keeps them: who looks for a gradient finds none."""
-        for index in self.promised:
-            self.present[index] = False
-        self.promised = set()
-
-    def let_go(self, index: int) -> None:
-        """The gradient is cleared. Whoever kept ``p.grad`` keeps its values: the tensor gets memory of its own."""
-        view = plain(self.view(index))
-        self._views[index] = view.detach()  # another object over the same memory
-        if sys.getrefcount(view) > _OURS:
-            with torch.no_grad():
-                view.data = view.clone()
 
 
 def gradient_dtype(compute: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -117,7 +35,7 @@ def gradient_dtype(compute: torch.dtype, wanted: torch.dtype | None) -> torch.dt
 
 class Gradients:
     """All gradient buffers of a model and the copies that are still on their way to them. ``spill``: what those on disk
-    share."""
+    share. ``thread`` takes what lands on the host from an accelerator."""
 
     def __init__(
         self,
@@ -125,8 +43,10 @@ class Gradients:
         buffers: Sequence[GradientBuffer | SpilledBuffer],
         waiting: Waiting = unmeasured,
         spill: Spill | None = None,
+        thread: Worker | None = None,
     ) -> None:
         self._device, self._buffers, self._waiting, self._spill = device, buffers, waiting, spill
+        self._thread = thread or Worker("offload-gradients")
         self._under_way: deque[tuple[Ticket, torch.Tensor, str]] = deque()  # and the name of the unit
 
     def buffer(self, unit: Unit) -> GradientBuffer | SpilledBuffer:
@@ -145,29 +65,48 @@ class Gradients:
         if isinstance(buffer, SpilledBuffer):
             buffer.put(index, gradient, add=buffer.present[index])
             return
-        gradient = gradient.to(buffer.dtype)  # first, so that it is rounded once and alike wherever it is added
-        target = buffer.view(index)
-        buffer.promised.discard(index)
-        if self._device.host_visible or target.device == gradient.device != torch.device("cpu"):
-            if buffer.present[index]:
-                target.add_(gradient)
-            else:
-                target.copy_(gradient)
+        target, add = buffer.begin(index), buffer.present[index]
+        if self._device.host_visible or buffer.in_compute:
+            self._take(buffer, index, target, gradient, add)
         else:
-            self._bring(target, gradient.contiguous(), buffer.present[index], unit.name)
+            self._bring(buffer, index, target, gradient.to(buffer.dtype).contiguous(), add)
         buffer.present[index] = True
 
-    def _bring(self, target: torch.Tensor, gradient: torch.Tensor, add: bool, name: str) -> None:
-        while self._under_way and (self._under_way[0][0].done() or len(self._under_way) >= _UNDER_WAY):
+    @staticmethod
+    def _take(buffer: GradientBuffer, index: int, target: torch.Tensor, gradient: torch.Tensor, add: bool) -> None:
+        """Rounded to the buffer's dtype first, so that it is rounded once and alike wherever it is added."""
+        if target.device.type == "cpu" and gradient.is_contiguous():
+            start = time.monotonic_ns()
+            squares = native.accumulate_(target, gradient, add=add)
+            torch.autograd.graph.increment_version(target)
+            buffer.came(index, squares)
+            _trace(buffer, index, start)
+        elif add:
+            target.add_(gradient.to(buffer.dtype))
+        else:
+            target.copy_(gradient)
+
+    def _bring(
+        self, buffer: GradientBuffer, index: int, target: torch.Tensor, gradient: torch.Tensor, add: bool
+    ) -> None:
+        """To the host, where a thread adds it, or sums its squares, once it has landed."""
+        most = 1 if add else _UNDER_WAY  # what is to be added needs memory of its own
+        while self._under_way and (self._under_way[0][0].done() or len(self._under_way) >= most):
             ticket, _, of = self._under_way.popleft()
             self._wait_for(ticket, of)
-        if not add:
-            self._under_way.append((self._device.download(target, gradient), gradient, name))
-            return
-        self.wait()  # the gradient that this one is added to must have landed
-        arrived = torch.empty_like(target)
-        self._wait_for(self._device.download(arrived, gradient), name)
-        target.add_(arrived)
+        landing = torch.empty_like(target) if add else target
+        copy = self._device.download(landing, gradient)
+
+        def land() -> None:
+            copy.wait()
+            if add:
+                self._take(buffer, index, target, landing, add)
+            elif target.device.type == "cpu":
+                start = time.monotonic_ns()
+                buffer.came(index, native.sum_squares(target))
+                _trace(buffer, index, start)
+
+        self._under_way.append((FutureTicket(self._thread.submit(land)), gradient, buffer.unit.name))
 
     def _wait_for(self, ticket: Ticket, name: str) -> None:
         with nullcontext() if ticket.done() else self._waiting("gradient", name):
@@ -206,12 +145,21 @@ class Gradients:
         self.wait()
         if isinstance(buffer, SpilledBuffer):
             return buffer.sum_squares(index)
+        known = buffer.sums[index]
+        if known is not None:
+            return known
         gradient = plain(buffer.view(index))
-        return native.sum_squares(gradient) if gradient.device.type == "cpu" else torch_kernels.sum_squares(gradient)
+        sum_squares = native.sum_squares if gradient.device.type == "cpu" else torch_kernels.sum_squares
+        with self._waiting("norm", unit.name):
+            return sum_squares(gradient)
 
-    def part(self, unit: Unit, index: int) -> torch.Tensor | None:
-        """What of a member's gradient this rank will use in its next update: with one rank, all."""
-        return self.get(unit, index)
+    def version(self, unit: Unit, index: int) -> int:
+        """Torch's counter of changes of what this rank will use of a gradient in its next update; -1 without one."""
+        buffer = self._buffers[unit.index]
+        if not buffer.present[index]:
+            return -1
+        self.wait()
+        return plain(buffer.view(index))._version
 
     def get(self, unit: Unit, index: int) -> torch.Tensor | None:
         """The gradient as ``p.grad`` shows it, or None."""
@@ -219,7 +167,7 @@ class Gradients:
         if not buffer.present[index]:
             return None
         self.wait()
-        return plain(buffer.view(index))
+        return buffer.view(index) if isinstance(buffer, SpilledBuffer) else plain(buffer.show(index))
 
     def set(self, unit: Unit, index: int, value: torch.Tensor | None) -> None:
         buffer = self._buffers[unit.index]
@@ -236,10 +184,17 @@ class Gradients:
                 f"the gradient of {member.name!r} must have its shape: expected {member.slot.shape}, "
                 f"found {tuple(value.shape)}"
             )
-        target = buffer.view(index)
+        if isinstance(buffer, SpilledBuffer):
+            if value is not buffer.view(index):
+                buffer.put(index, value, add=False)
+        elif value is buffer.view(index):
+            buffer.show(index)
+        else:
+            buffer.begin(index).copy_(value)
         buffer.promised.discard(index)
-        if isinstance(buffer, SpilledBuffer) and value is not target:
-            buffer.put(index, value, add=False)
-        elif value is not target:
-            target.copy_(value)
         buffer.present[index] = True
+
+
+def _trace(buffer: GradientBuffer, index: int, start_ns: int) -> None:
+    nbytes = buffer.unit.members[index].slot.numel * buffer.dtype.itemsize
+    timeline.add("gradients", buffer.unit.name, start_ns, time.monotonic_ns(), nbytes)

@@ -40,6 +40,7 @@ class Parts:
     delivery: Delivery
     meter: WriteMeter | None  # of what is written to disk; None where nothing is
     update_thread: Worker
+    gradient_thread: Worker  # takes gradients that come from an accelerator
     steps: StepMeter
     pinned: bool
     close: Callable[[], None]  # threads, files and page locks; must not refer to the runtime

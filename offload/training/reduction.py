@@ -30,7 +30,8 @@ from offload.storage.device import Device
 from offload.storage.memory import view
 from offload.storage.staging import StagingPool
 from offload.storage.ticket import Ticket
-from offload.training.gradients import GradientBuffer, Gradients
+from offload.training.gradient_buffer import GradientBuffer, Memory
+from offload.training.gradients import Gradients
 from offload.training.split_gradient import SplitGradient, refusal, stand_in
 from offload.training.steps import Waiting, unmeasured
 from offload.training.waiting import Settles
@@ -84,7 +85,7 @@ class ShareBuffer(GradientBuffer):
     """
 
     def __init__(
-        self, unit: Unit, dtype: torch.dtype, allocate: Callable[[], torch.Tensor], whole: Whole, keeps_whole: bool
+        self, unit: Unit, dtype: torch.dtype, allocate: Callable[[], Memory], whole: Whole, keeps_whole: bool
     ) -> None:
         super().__init__(unit, dtype, allocate)
         self._whole, self.keeps_whole = whole, keeps_whole
@@ -103,7 +104,7 @@ class ShareBuffer(GradientBuffer):
             if self.keeps_whole:
                 self._flat = self.local.values[share.start : share.end]
             else:
-                self._flat = view(self._allocate(), self.dtype, 0, share.count)
+                self._flat = view(self._allocate().buffer, self.dtype, 0, share.count)
         return self._flat
 
     @property
@@ -129,11 +130,10 @@ class ShareBuffer(GradientBuffer):
         if self.keeps_whole and any(self.present) and self.carried is None:
             self.carried = self.flat.clone()
 
-    def part(self, index: int) -> torch.Tensor:
-        """What of member ``index``'s gradient lies in this rank's share: flat, often empty."""
+    def span(self, index: int) -> Span:
+        """What of member ``index``'s gradient lies in this rank's share; often empty."""
         share, slot = self.unit.share, self.unit.members[index].slot
-        part = Span(slot.offset, slot.numel).overlap(share)
-        return self.flat[:0] if part is None else self.flat[part.start - share.start : part.end - share.start]
+        return Span(slot.offset, slot.numel).overlap(share) or Span(share.start, 0)
 
     def promise(self, indices: Iterable[int], owner: Settles) -> None:
         self.promised = set(indices)
@@ -160,7 +160,7 @@ class ReductionMemory:
         return ShareBuffer(
             unit,
             dtype,
-            lambda: allocation.gradient(tier, unit.share.count * dtype.itemsize),
+            lambda: Memory(allocation.gradient(tier, unit.share.count * dtype.itemsize)),
             (lambda nbytes: nullcontext(allocation.gradient(tier, nbytes))) if stays else self._whole,
             stays,
         )
@@ -323,20 +323,15 @@ class ReducedGradients(Gradients):
     @staticmethod
     def _store(buffer: ShareBuffer, average: torch.Tensor, anywhere: list[bool]) -> None:
         """Add to what earlier passes left, member by member where only some have."""
-        share, before = buffer.flat, buffer.carried if buffer.carried is not None else buffer.flat
-        new = average.to(buffer.dtype)
-        if any(buffer.present):
-            for index, here in enumerate(buffer.present):
-                if not here:
-                    slot = buffer.unit.members[index].slot
-                    part = Span(slot.offset, slot.end - slot.offset).overlap(buffer.unit.share)
-                    if part is not None:
-                        start = buffer.unit.share.start
-                        before[part.start - start : part.end - start] = 0
-            torch.add(before, new, out=share)
-        else:
-            share.copy_(new)
-        buffer.carried = None
+        share, start = buffer.flat, buffer.unit.share.start
+        if buffer.carried is not None:
+            share.copy_(buffer.carried)
+            buffer.carried = None
+        for index, here in enumerate(buffer.present):
+            part = buffer.span(index)
+            at = slice(part.start - start, part.end - start)
+            buffer.sums[index] = native.accumulate_(share[at], average[at], add=here)
+        torch.autograd.graph.increment_version(share)
         buffer.present = [a or b for a, b in zip(buffer.present, anywhere, strict=True)]
         buffer.expected = [i for i, here in enumerate(anywhere) if here]
 
@@ -345,12 +340,14 @@ class ReducedGradients(Gradients):
     def sum_squares(self, unit: Unit, index: int) -> float:
         """Of what of a gradient lies in this rank's share."""
         self.wait()
-        part = self.part(unit, index)
-        return 0.0 if part is None else native.sum_squares(part)
-
-    def part(self, unit: Unit, index: int) -> torch.Tensor | None:
         buffer = self._shares[unit.index]
-        return buffer.part(index) if buffer.present[index] else None
+        squares = buffer.sums[index] if buffer.present[index] else 0.0
+        assert squares is not None
+        return squares
+
+    def version(self, unit: Unit, index: int) -> int:
+        buffer = self._shares[unit.index]
+        return buffer.flat._version if buffer.present[index] else -1
 
     def get(self, unit: Unit, index: int) -> torch.Tensor | None:
         """A stand-in with the gradient's shape, which says what to do instead when it is used."""

@@ -86,7 +86,7 @@ class Runtime:
         self.promises = Promises(parts)
         self.early = EarlyUpdates(parts, self.promises)
         gradients, places = parts.gradients, self._places  # not self: nothing is to hold the runtime but the model
-        self.clip_factors = ClipFactors(lambda p: gradients.part(*places[id(p)]))
+        self.clip_factors = ClipFactors(lambda p: gradients.version(*places[id(p)]))
         self._finalizer = weakref.finalize(self, _close, os.getpid(), [u.region.key for u in self.units], parts.close)
         for unit in self.units:
             register(self, unit)

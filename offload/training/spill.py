@@ -102,7 +102,7 @@ class Spill:
 
 
 class SpilledBuffer:
-    """The gradients of one unit, on disk. Speaks as :class:`offload.training.gradients.GradientBuffer`."""
+    """The gradients of one unit, on disk. Speaks as :class:`offload.training.gradient_buffer.GradientBuffer`."""
 
     def __init__(self, unit: Unit, dtype: torch.dtype, home: SwapHome, spill: Spill) -> None:
         self.unit, self.dtype, self.home, self._spill = unit, dtype, home, spill
@@ -166,30 +166,31 @@ class SpilledBuffer:
             for piece, buffer in buffers:
                 try:
                     values = view(buffer, self.dtype, 0, piece.span.count)
-                    self._fill(values[: piece.numel], source[piece.first : piece.first + piece.numel], add)
+                    part = source[piece.first : piece.first + piece.numel]
+                    total = self._fill(values[: piece.numel], part, add, total)
                     values[piece.numel :].zero_()
-                    total = native.sum_squares(values[: piece.numel], total)
                 except BaseException:
                     self._spill.arriving.release(buffer)
                     raise
                 self._write(index, piece, buffer)
         self._sums[index] = total
 
-    def _fill(self, values: torch.Tensor, source: torch.Tensor, add: bool) -> None:
+    def _fill(self, values: torch.Tensor, source: torch.Tensor, add: bool, total: float) -> float:
+        """One piece; returns ``total`` and the sum of its squares."""
         source = source.to(self.dtype)  # first, so that it is rounded once and alike wherever it is added
         device = self._spill.device
         if source.device.type == "cpu" or device.host_visible:
-            values.add_(source) if add else values.copy_(source)
-        elif not add:
+            return native.accumulate_(values, source, add=add, start=total)
+        if not add:
             device.download(values, source.contiguous()).wait()
-        else:
-            other = self._spill.take()
-            try:
-                arrived = view(other, self.dtype, 0, values.numel())
-                device.download(arrived, source.contiguous()).wait()
-                values.add_(arrived)
-            finally:
-                self._spill.arriving.release(other)
+            return native.sum_squares(values, total)
+        other = self._spill.take()
+        try:
+            arrived = view(other, self.dtype, 0, values.numel())
+            device.download(arrived, source.contiguous()).wait()
+            return native.accumulate_(values, arrived, add=True, start=total)
+        finally:
+            self._spill.arriving.release(other)
 
     def _write(self, index: int, piece: Piece, buffer: torch.Tensor) -> None:
         self._writing[index] += 1

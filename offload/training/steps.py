@@ -48,7 +48,8 @@ class StepStats:
         seconds: wall time.
         lanes: what each lane did meanwhile.
         waits: seconds for which compute stood still, by cause: "fetch" (weights under way), "room" (none in compute
-            memory), "update" (the promised update), "gradient" (gradients on their way to the host).
+            memory), "update" (the promised update), "gradient" (gradients on their way to the host), "norm" (gradients
+            read once more for clipping or the finite check).
         longest_waits: the five units that were waited for longest, as ``(unit, cause, seconds)``.
     """
 

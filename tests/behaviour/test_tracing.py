@@ -52,7 +52,8 @@ def test_a_traced_run_has_the_same_bits_and_events_for_every_byte(
     assert {n: moved[n] for n in lanes} == {n: lane.bytes for n, lane in lanes.items()}
     rows = {e["cat"] for e in found}
     assert {"compute", "step", "adam"} <= rows
-    assert rows - set(lanes) - {"compute", "step"} <= {f"wait: {c}" for c in ("fetch", "room", "update", "gradient")}
+    causes = ("fetch", "room", "update", "gradient", "norm")
+    assert rows - set(lanes) - {"compute", "step", "gradients"} <= {f"wait: {cause}" for cause in causes}
     computed = [e["name"] for e in found if e["cat"] == "compute"]
     assert computed.count("model") == 3
     assert len(set(computed)) > 3

@@ -160,6 +160,46 @@ void sum_squares_gives_the_same_bits() {
   }
 }
 
+bool same(double a, double b) {
+  return a == b || (std::isnan(a) && std::isnan(b));
+}
+
+void accumulate_gives_the_same_bits() {
+  const std::size_t n = kLong;
+  for (const std::int32_t to : {OFFLOAD_F32, OFFLOAD_BF16, OFFLOAD_F16}) {
+    for (const std::int32_t from : {OFFLOAD_F32, OFFLOAD_BF16, OFFLOAD_F16}) {
+      const std::size_t size = to == OFFLOAD_F32 ? 4 : 2;
+      std::vector<float> values(2 * n);
+      for (auto& value : values) {
+        value = random_float();
+        if (from == OFFLOAD_F32) continue;
+        std::uint32_t pair = 0;  // two numbers of 16 bits, made finite: which NaN a sum is depends on the compiler
+        std::memcpy(&pair, &value, sizeof pair);
+        pair &= 0xbfffbfffu;
+        std::memcpy(&value, &pair, sizeof pair);
+      }
+      std::vector<char> expected(n * size), found(n * size);
+      double sum = 0, expected_sum = 0, again = 0;
+      for (const std::int32_t add : {0, 1}) {
+        const float* source = values.data() + static_cast<std::size_t>(add) * n;
+        CHECK_EQUAL(offload_accumulate(expected.data(), to, source, from, n, add, 0.0, 0, 1, &expected_sum), 0);
+        CHECK_EQUAL(offload_sum_squares(expected.data(), to, n, 0.0, 0, 1, &again), 0);
+        CHECK(same(again, expected_sum));
+      }
+      for (std::int32_t isa = 0; isa < offload_isa_count(); ++isa) {
+        for (const std::int32_t threads : {1, 3}) {
+          for (const std::int32_t add : {0, 1}) {
+            const float* source = values.data() + static_cast<std::size_t>(add) * n;
+            CHECK_EQUAL(offload_accumulate(found.data(), to, source, from, n, add, 0.0, isa, threads, &sum), 0);
+          }
+          CHECK(found == expected);
+          CHECK(same(sum, expected_sum));
+        }
+      }
+    }
+  }
+}
+
 void many_callers_share_the_pool() {
   std::vector<std::thread> callers;
   for (int caller = 0; caller < 4; ++caller) {
@@ -209,6 +249,12 @@ void wrong_arguments_are_refused() {
   CHECK_EQUAL(offload_sum_squares(nullptr, OFFLOAD_F32, 4, 0.0, 0, 1, &sum), -EINVAL);
   CHECK_EQUAL(offload_sum_squares(nullptr, OFFLOAD_F32, 0, 0.0, 0, 1, &sum), 0);
   CHECK_EQUAL(offload_sum_squares(update.param.data(), OFFLOAD_NONE, 4, 0.0, 0, 1, &sum), -EINVAL);
+  float* x = static_cast<float*>(update.args.param);
+  CHECK_EQUAL(offload_accumulate(nullptr, OFFLOAD_F32, x, OFFLOAD_F32, 4, 0, 0.0, 0, 1, &sum), -EINVAL);
+  CHECK_EQUAL(offload_accumulate(x, OFFLOAD_F32, nullptr, OFFLOAD_F32, 4, 0, 0.0, 0, 1, &sum), -EINVAL);
+  CHECK_EQUAL(offload_accumulate(x, OFFLOAD_F32, x + 4, OFFLOAD_NONE, 4, 0, 0.0, 0, 1, &sum), -EINVAL);
+  CHECK_EQUAL(offload_accumulate(nullptr, OFFLOAD_F32, nullptr, OFFLOAD_F32, 0, 0, 1.5, 0, 1, &sum), 0);
+  CHECK(sum == 1.5);
   CHECK(offload_isa_name(-1) == nullptr && offload_isa_name(99) == nullptr && offload_isa_name(0) != nullptr);
   CHECK(std::string(offload_error_text(-EINVAL)).find("nvalid") != std::string::npos);
   CHECK_EQUAL(offload_abi(), OFFLOAD_ABI);
@@ -219,6 +265,7 @@ void wrong_arguments_are_refused() {
 int main() {
   RUN(adam_gives_the_same_bits);
   RUN(sum_squares_gives_the_same_bits);
+  RUN(accumulate_gives_the_same_bits);
   RUN(many_callers_share_the_pool);
   RUN(a_forked_child_has_its_own_pool);
   RUN(wrong_arguments_are_refused);

@@ -339,6 +339,50 @@ def test_sum_squares_is_the_finite_check(isa: str, dtype: torch.dtype) -> None:
             assert not math.isfinite(native.sum_squares(x, isa=isa, threads=2))
 
 
+# ---- gradients that arrive ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("arriving", DTYPES, ids=str)
+@pytest.mark.parametrize("kept", DTYPES, ids=str)
+def test_accumulate_is_torch_and_the_sum_of_squares_in_one(kept: torch.dtype, arriving: torch.dtype, isa: str) -> None:
+    for n in (0, 1, 33, 4096, 4097, 150_001):
+        first, second = torch.randn(2, n + 1, generator=torch.Generator().manual_seed(n)).mul(100).to(arriving)[:, 1:]
+        for threads in (1, 3):
+            target = torch.full((n + 3,), 7.0, dtype=kept)
+            part = target[1 : n + 1]
+            want = first.to(kept)
+            assert native.accumulate_(part, first, add=False, isa=isa, threads=threads) == native.sum_squares(want)
+            assert torch.equal(part, want)
+            want += second.to(kept)
+            found = native.accumulate_(part, second, add=True, start=0.25, isa=isa, threads=threads)
+            assert found == native.sum_squares(want, 0.25)
+            assert torch.equal(part, want)
+            assert target[[0, n + 1, n + 2]].tolist() == [7.0, 7.0, 7.0]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_accumulate_keeps_what_is_not_finite(isa: str) -> None:
+    odd = torch.tensor([math.inf, -math.inf, math.nan, -0.0, 1e-40, 3.4e38])
+    for kept in DTYPES:
+        target = torch.zeros(6, dtype=kept)
+        assert math.isnan(native.accumulate_(target, odd, add=False, isa=isa))
+        assert reference.differences(target, odd.to(kept)) == 0
+        assert math.isnan(native.accumulate_(target, odd, add=True, isa=isa))
+        assert target.isnan().tolist() == [False, False, True, False, False, False]
+        assert target.isinf().tolist()[:2] == [True, True]
+
+
+def test_accumulate_refuses_what_it_would_get_wrong() -> None:
+    x = torch.zeros(10)
+    with pytest.raises(ValueError, match="must have 10 elements like the first tensor, it has 9"):
+        native.accumulate_(x, torch.zeros(9), add=True)
+    with pytest.raises(ValueError, match="share memory; an update needs separate buffers"):
+        native.accumulate_(x[:6], x[4:], add=True)
+    with pytest.raises(TypeError, match="source must be of"):
+        native.accumulate_(x, torch.zeros(10, dtype=torch.float64), add=False)
+
+
 # ---- choices ------------------------------------------------------------------------------------------------------
 
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from offload import native
 from offload.lanes import Lanes
 from offload.sharding.layout import flat_layout
 from offload.sharding.unit import Member, Unit
 from offload.storage.device import Device, HostDevice
 from offload.storage.memory import HostMemory
 from offload.storage.simulated import SimulatedDevice
-from offload.training.gradients import GradientBuffer, Gradients, gradient_dtype
+from offload.training.gradient_buffer import GradientBuffer, GradientMemory, Memory
+from offload.training.gradients import Gradients, gradient_dtype
 from tests.unit.training.parts import FakeHome, FakeRegion
 
 SHAPES = [(3, 5), (), (0, 4), (129,)]
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 @pytest.fixture(params=["host", "simulated"])
@@ -39,9 +43,9 @@ def made(device: Device, dtype: torch.dtype = torch.float32) -> tuple[Gradients,
     unit = Unit(0, "u", torch.float32, layout, members, FakeRegion(4096), FakeHome("cpu", 4096))
     asked: list[int] = []
 
-    def allocate() -> Tensor:
+    def allocate() -> Memory:
         asked.append(layout.numel * dtype.itemsize)
-        return HostMemory(asked[-1]).tensor
+        return Memory(HostMemory(asked[-1]).tensor)
 
     return Gradients(device, [GradientBuffer(unit, dtype, allocate)]), unit, asked
 
@@ -181,3 +185,147 @@ def test_any_order_of_events(events: list[tuple[int, str]]) -> None:
                 got is not None and value is not None and torch.equal(got, value)
             )
         device.close()
+
+
+# The sums of squares that are known
+
+
+def in_memory(gradients: Gradients, unit: Unit, index: int) -> float:
+    """The sum as a pass over what lies there finds it."""
+    gradients.wait()
+    buffer, slot = gradients.buffer(unit), unit.members[index].slot
+    if not buffer.present[index]:
+        return 0.0
+    assert isinstance(buffer, GradientBuffer)
+    return native.sum_squares(buffer.flat[slot.offset : slot.offset + slot.numel])
+
+
+def known(gradients: Gradients, unit: Unit) -> list[bool]:
+    """Of which gradients is the sum known without a pass?"""
+    gradients.wait()
+    buffer = gradients.buffer(unit)
+    assert isinstance(buffer, GradientBuffer)
+    return [s is not None for s in buffer.sums]
+
+
+def array(gradient: Tensor) -> Callable[[float], object]:
+    found = gradient.numpy()
+    return lambda factor: np.multiply(found, factor, out=found)
+
+
+def memory(gradient: Tensor) -> Callable[[float], object]:
+    storage, place = gradient.untyped_storage(), (gradient.storage_offset(), (gradient.numel(),))
+    dtype = gradient.dtype
+    return lambda factor: torch.empty(0, dtype=dtype).set_(storage, *place).mul_(factor)
+
+
+LOOKS: dict[str, Callable[[Tensor], Callable[[float], object]]] = {
+    "the tensor": lambda gradient: gradient.mul_,
+    "its data": lambda gradient: gradient.data.mul_,
+    "a view": lambda gradient: gradient.view(-1).mul_,
+    "an array": array,
+    "its memory": memory,
+    "another library": lambda gradient: torch.from_dlpack(gradient).mul_,
+}
+"""Ways to write to a gradient that was looked at, at once or later."""
+
+EVENTS = st.sampled_from(["arrive", "arrive", "arrive", "clear", "clear all", "set", "write", "forget", *LOOKS])
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), EVENTS), max_size=40), st.booleans(), st.sampled_from(list(DTYPES)))
+def test_no_sum_outlives_a_write(events: list[tuple[int, str]], simulated: bool, dtype: torch.dtype) -> None:
+    device = SimulatedDevice(Lanes(), delay=lambda lane: 0.0) if simulated else HostDevice(Lanes())
+    gradients, unit, _ = made(device, dtype)
+    writers: list[Callable[[float], object]] = []
+    for seed, (index, event) in enumerate(events):
+        if event == "arrive":
+            gradients.arrived(unit, index, random(SHAPES[index], seed))
+        elif event == "clear":
+            gradients.set(unit, index, None)
+        elif event == "clear all":
+            for each in range(4):
+                gradients.set(unit, each, None)
+        elif event == "set":
+            gradients.set(unit, index, random(SHAPES[index], seed))
+        elif event == "forget":
+            writers.clear()
+        elif event == "write":
+            for write in writers:
+                write(0.5)
+        elif (got := gradients.get(unit, index)) is not None and (dtype is torch.float32 or event != "an array"):
+            writers.append(LOOKS[event](got))
+            del got
+        found = [gradients.sum_squares(unit, i) for i in range(4)]
+        assert found == [in_memory(gradients, unit, i) for i in range(4)]
+    device.close()
+
+
+def test_sums_are_known_until_somebody_looks(device: Device) -> None:
+    gradients, unit, _ = made(device)
+
+    def come() -> list[bool]:
+        for index, shape in enumerate(SHAPES):
+            gradients.arrived(unit, index, torch.ones(shape))
+        return known(gradients, unit)
+
+    def clear() -> None:
+        for index in range(4):
+            gradients.set(unit, index, None)
+
+    assert come() == come() == [True] * 4
+    assert gradients.get(unit, 1) is not None
+    assert known(gradients, unit) == come() == [True, False, True, True]
+    gradients.set(unit, 1, None)  # others are still there
+    assert come() == [True, False, True, True]
+    for index in range(4):  # as module.zero_grad() does
+        assert gradients.get(unit, index) is not None
+        gradients.set(unit, index, None)
+    assert come() == [True] * 4
+    got = gradients.get(unit, 0)
+    assert got is not None
+    part = got[1:]
+    clear()
+    assert come() == [False] * 4  # somebody may write to it yet
+    del part
+    clear()
+    assert come() == [True] * 4
+    clear()
+    assert (got == 1).all()  # it has memory of its own
+
+
+def test_sums_where_an_update_failed(device: Device) -> None:
+    """Who looked at a gradient holds the very tensor that the next one comes to."""
+    gradients, unit, _ = made(device)
+    gradients.arrived(unit, 0, torch.ones(3, 5))
+    held = gradients.get(unit, 0)
+    assert held is not None
+    buffer = gradients.buffer(unit)
+    buffer.promised = {0}
+    buffer.forsake()
+    gradients.arrived(unit, 0, torch.ones(3, 5))
+    gradients.wait()
+    held.mul_(2)
+    assert gradients.sum_squares(unit, 0) == 60.0
+
+
+def test_sums_in_memory_that_is_used_again() -> None:
+    """What was looked at before memory was handed over may be written to by whoever kept a view."""
+    memory = GradientMemory(lambda tier, nbytes: HostMemory(nbytes).tensor[:nbytes])
+    device = HostDevice(Lanes())
+    _, unit, _ = made(device)
+    place = "cpu", unit.layout.numel * 4
+    buffer = GradientBuffer(unit, torch.float32, lambda: memory.take(*place), lambda m: memory.give(*place, m))
+    gradients = Gradients(device, [buffer])
+    kept = None
+    for look in (False, False, True, False):
+        gradients.arrived(unit, 0, torch.ones(3, 5))
+        assert known(gradients, unit)[0] is (kept is None)
+        if look:
+            got = gradients.get(unit, 0)
+            assert got is not None
+            kept = got.view(-1)
+        buffer.hand_over()()
+    gradients.arrived(unit, 0, torch.ones(3, 5))
+    assert kept is not None
+    kept.mul_(2)
+    assert gradients.sum_squares(unit, 0) == 60.0

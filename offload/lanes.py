@@ -6,11 +6,13 @@ import bisect
 import functools
 import logging
 import threading
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from offload import timeline
 
-__all__ = ["Lane", "Lanes", "warn_once"]
+__all__ = ["Lane", "Lanes", "warn_once", "working"]
 
 _KEPT = 256  # intervals kept apart; older ones are folded into a sum
 
@@ -75,6 +77,14 @@ class Lane:
 
     def __repr__(self) -> str:
         return f"Lane({self.name!r}, bytes={self.bytes}, busy_s={self.busy_s:.3f}, count={self.count})"
+
+
+@contextmanager
+def working(lane: Lane, nbytes: int, what: str) -> Iterator[None]:
+    """The host does work of this lane inside the context; counted if it goes well."""
+    start = time.monotonic_ns()
+    yield
+    lane.record(start, time.monotonic_ns(), nbytes, what)
 
 
 class Lanes(Mapping[str, Lane]):

@@ -19,13 +19,14 @@ import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from offload.errors import ConfigError
-from offload.lanes import Lanes
+from offload.lanes import Lane, Lanes, working
 from offload.storage.memory import POISON, HostMemory
 from offload.storage.ticket import FutureTicket, Ticket, wait_until
 from offload.storage.worker import Worker
@@ -109,6 +110,10 @@ class Device(ABC):
     def computing(self) -> AbstractContextManager[Any]:
         """Kernels that are started inside the context, from whatever thread, are ordered with compute."""
         return contextlib.nullcontext()
+
+    def working(self, lane: Lane, nbytes: int, what: str) -> AbstractContextManager[None]:
+        """Compute does work of this lane inside the context; it is counted when that is over."""
+        return working(lane, nbytes, what)
 
     def mark(self) -> Any:
         """An instant: when compute gets to what it has been given so far. For :meth:`when`."""
@@ -249,7 +254,7 @@ class CudaDevice(Device):
         self.torch_device, self._lanes, self._poison = device, lanes, poison
         self._compute: Any = torch.cuda.current_stream(device)
         self._streams = {lane: _cuda.Stream(device) for lane in ("h2d", "d2h")}
-        self._under_way: collections.deque[tuple[str, Any, Any, int]] = collections.deque()
+        self._under_way: collections.deque[tuple[Lane, Any, Any, int, str]] = collections.deque()
         self._counting = threading.Lock()
         self.anchor()
 
@@ -273,19 +278,29 @@ class CudaDevice(Device):
             end.record(stream)
         base = self._base
         with self._counting:
-            self._under_way.append((lane, (base, start), (base, end), src.numel() * src.element_size()))
+            self._under_way.append(
+                (self._lanes[lane], (base, start), (base, end), src.numel() * src.element_size(), "")
+            )
         self.count_copies()
         return _StreamTicket(end, self._compute, (dst, src))
+
+    @contextlib.contextmanager
+    def working(self, lane: Lane, nbytes: int, what: str) -> Iterator[None]:
+        start = self.mark()
+        yield
+        end = self.mark()
+        with self._counting:
+            self._under_way.append((lane, start, end, nbytes, what))
 
     def count_copies(self) -> None:
         with self._counting:  # copies are asked for by several threads
             while self._under_way:
-                lane, *marks, nbytes = self._under_way[0]
+                lane, *marks, nbytes, what = self._under_way[0]
                 start, end = (self.when(mark) for mark in marks)
                 if start is None or end is None:
                     return
                 self._under_way.popleft()
-                self._lanes[lane].record(start, end, nbytes)
+                lane.record(start, end, nbytes, what)
 
     def mark(self) -> Any:
         event = _cuda.Event(enable_timing=True)

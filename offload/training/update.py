@@ -16,7 +16,6 @@ that is waited for out of order comes next. Everything else that looks waits for
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,7 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload.lanes import Lanes
+from offload.lanes import Lanes, working
 from offload.sharding.channel import Call, Kind
 from offload.sharding.homes import ComputeHome, HostHome, SwapHome
 from offload.sharding.layout import Span
@@ -381,16 +380,15 @@ class PendingUpdate:
         weights, first = update.unit.kept_weights(work.weights), update.unit.kept.start
         master, exp_avg, exp_avg_sq = block.parts(buffer)
         parts = update.parts(block.span)
-        start = time.monotonic_ns()
-        with self.device.range(f"update {update.unit.name}"):
+        moved = 2 * (state_bytes(block.dtype) + update.unit.dtype.itemsize)
+        timed = self.device.working if isinstance(block.home, ComputeHome) else working  # see docs/decisions/0013
+        counted = timed(self.lanes["adam"], sum(part.count for part, _ in parts) * moved, update.unit.name)
+        with self.device.range(f"update {update.unit.name}"), counted:
             for part, rule in parts[item.applied :]:
                 at = slice(part.start - block.span.start, part.end - block.span.start)
                 gradient, out = work.gradient(part), weights[part.start - first : part.end - first]
                 rule.apply(master[at], gradient, exp_avg[at], exp_avg_sq[at], out, part.start)
                 item.applied += 1
-        moved = 2 * (state_bytes(block.dtype) + update.unit.dtype.itemsize)
-        nbytes = sum(part.count for part, _ in parts) * moved
-        self.lanes["adam"].record(start, time.monotonic_ns(), nbytes, update.unit.name)
 
 
 def merged(pieces: list[tuple[Span, UpdateRule]]) -> list[tuple[Span, UpdateRule]]:

@@ -147,6 +147,21 @@ def test_lanes_count_what_moved() -> None:
         device.close()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_work_of_compute_is_counted_once_it_is_over(name: str) -> None:
+    lanes = Lanes()
+    device = open_device(name, lanes, poison=False)
+    with device.computing(), device.working(lanes["adam"], 12, "a unit"):
+        region = device.region(PAGE)
+        region.commit()
+    with pytest.raises(OSError, match="wrong"), device.working(lanes["adam"], 5, "another"):
+        raise OSError("wrong")
+    device.anchor()
+    device.count_copies()
+    assert (lanes["adam"].bytes, lanes["adam"].count) == (12, 1)
+    device.close()
+
+
 def test_released_memory_is_given_back_or_poisoned() -> None:
     for poison in (False, True):
         device = HostDevice(Lanes(), poison)

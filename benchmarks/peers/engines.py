@@ -6,12 +6,15 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from benchmarks.peers import models
+
+if TYPE_CHECKING:
+    from offload.sharding.placement import Demand
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,13 @@ class Kind:
 
 PLAIN = "torch"
 EARLY = "-early"  # engines that update inside backward, and cannot clip
+STREAMED = "-streamed"  # engines whose weights come and go
 UNCHECKED = "gpu+nvme-unchecked"  # gpu+nvme without checksums, which only this benchmark can do without
 KINDS = {
     PLAIN: Kind("plain torch: fp32 weights, autocast, fused AdamW", False, 18.5),
     "gpu": Kind("offload gpu", True, 18),
     "gpu+cpu": Kind("offload gpu+cpu", True, 19),
+    "gpu+cpu-streamed": Kind("offload gpu+cpu-streamed", True, 19),
     "gpu+nvme": Kind("offload gpu+nvme", True, 6, swap_per_parameter=14.5),
     "gpu+nvme-early": Kind("offload gpu+nvme-early", True, 6, swap_per_parameter=14.5),  # step_in_backward=True
     UNCHECKED: Kind("the same without checksums", True, 6, swap_per_parameter=14.5),
@@ -193,30 +198,36 @@ def _do_without_checksums() -> None:
 
 
 def wrap_settings(job: Job, model: torch.nn.Module) -> dict[str, Any]:
-    """Tiers, budgets and swap directory. Except where `gpu` is the only tier, it may hold a quarter of the weights."""
+    """Tiers, budgets and swap directory. `gpu` may hold everything where it is the only tier, the weights where `cpu`
+    is the other, and a quarter of the weights elsewhere."""
     parameters = job.parameters
-    tiers = tuple(job.engine.removesuffix(EARLY).removesuffix("-unchecked").split("+"))
+    tiers = tuple(job.engine.removesuffix(EARLY).removesuffix(STREAMED).removesuffix("-unchecked").split("+"))
+    plenty = 18 * parameters + (64 << 20)
     if tiers == ("gpu",):
-        return {"tiers": tiers, "budgets": {"gpu": 18 * parameters + (64 << 20)}}
-    budgets = {"gpu": 2 * parameters // 4}
+        return {"tiers": tiers, "budgets": {"gpu": plenty}}
+    settings: dict[str, Any] = {"tiers": tiers, "budgets": {"gpu": 2 * parameters // 4}}
+    if "nvme" in tiers:
+        settings["swap_dirs"] = job.swap
     if tiers == ("gpu", "cpu"):
-        return {"tiers": tiers, "budgets": {**budgets, "cpu": 18 * parameters + (64 << 20)}}
-    settings = {"tiers": tiers, "budgets": budgets, "swap_dirs": job.swap}
-    if "cpu" in tiers:
-        budgets["cpu"] = _with_half_of_the_state(settings, model)
+        settings["budgets"]["cpu"] = plenty
+        if not job.engine.endswith(STREAMED):
+            settings["budgets"]["gpu"] = sum(u.weights for u in _demand(settings, model).units)
+    elif "cpu" in tiers:
+        demand = _demand(settings, model)
+        always = demand.staging + demand.delivery + sum(u.gradient + u.weights for u in demand.units)
+        settings["budgets"]["cpu"] = always + sum(u.state for u in demand.units) // 2
     return settings
 
 
-def _with_half_of_the_state(settings: dict[str, Any], model: torch.nn.Module) -> int:
-    """The cpu budget that holds what is always there, the weights, and half of the optimizer state."""
+def _demand(settings: dict[str, Any], model: torch.nn.Module) -> Demand:
+    """What the model needs, by these tiers and this gpu budget."""
     from offload.config import WrapConfig
     from offload.planning.memory import plan_memory
 
-    config = WrapConfig(**{**settings, "swap_dirs": (Path(settings["swap_dirs"]),), "dtype": torch.bfloat16})
+    swap = (Path(settings["swap_dirs"]),) if "swap_dirs" in settings else ()
+    config = WrapConfig(settings["tiers"], swap_dirs=swap, dtype=torch.bfloat16)
     plenty = {"gpu": settings["budgets"]["gpu"], "cpu": 1 << 60, "nvme": 1 << 60}
-    demand = plan_memory(model, config, plenty, host_visible=True).demand
-    fixed = demand.staging + demand.delivery + sum(u.gradient + u.weights for u in demand.units)
-    return fixed + sum(u.state for u in demand.units) // 2
+    return plan_memory(model, config, plenty, host_visible=True).demand
 
 
 def as_job(fields: dict[str, Any]) -> Job:

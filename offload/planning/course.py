@@ -32,6 +32,7 @@ def link_of(profile: HardwareProfile, ranks: int, pinned: bool = True) -> Link:
         both=sum(d.mixed for d in disks) * _MB / sharing or 1.0,
         adam=(profile.adam or 1.0) * _GB / sharing,
         network=(profile.network or 1.0) * _GB,
+        disk_cpu=sum(d.cpu * d.mixed for d in disks) / sum(d.mixed for d in disks) / _GB if disks else 0.0,
     )
 
 

@@ -14,9 +14,14 @@ import torch
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Product", "Record", "Work", "attention", "count", "tensors"]
+__all__ = ["FRESH", "Product", "Record", "Work", "attention", "count", "tensors"]
 
 _aten = torch.ops.aten
+
+
+FRESH = 32 << 20
+"""Bytes of an allocation from which on the C library of Linux keeps nothing for the next one (mallopt(3), the largest
+M_MMAP_THRESHOLD): its pages are mapped and zeroed again each time."""
 
 
 class Product(NamedTuple):
@@ -42,16 +47,21 @@ class Product(NamedTuple):
 
 @dataclass
 class Work:
-    """Products and how many of each; bytes read and written by all other operations, by dtype; how many there are."""
+    """Products and how many of each; bytes read and written by all other operations, by dtype; how many there are.
+
+    ``fresh``: bytes of tensors so large (:data:`FRESH`) that the memory of each comes anew from the system, on a host.
+    """
 
     products: Counter[Product] = field(default_factory=Counter)
     moved: Counter[torch.dtype] = field(default_factory=Counter)
     operations: int = 0
+    fresh: int = 0
 
     def add(self, other: Work) -> None:
         self.products.update(other.products)
         self.moved.update(other.moved)
         self.operations += other.operations
+        self.fresh += other.fresh
 
     @property
     def flops(self) -> int:

@@ -23,17 +23,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload import native
 from offload.config import DTYPES
+from offload.cpus import usable_cpus
 from offload.errors import ConfigError
 from offload.lanes import Lanes
 from offload.planning.hardware import available_memory
-from offload.planning.operations import Work, count
+from offload.planning.operations import FRESH, Work, count
 from offload.planning.profile import Disk, HardwareProfile, Shape
 from offload.planning.tune import advise, measure
 from offload.sharding.layout import BLOCK
 from offload.storage.device import Device
-from offload.storage.io import backend_report, why_not
+from offload.storage.io import backend_report, open_backend, why_not
 from offload.storage.memory import HostMemory
 from offload.storage.open_device import open_device
+from offload.storage.swap import SwapSpace
 
 __all__ = ["probe"]
 
@@ -88,7 +90,7 @@ class _Probe:
             ("products", lambda p: replace(p, matrix=dict(self._matrix()))),
             ("attention", self._with_attention),
             ("other operations", lambda p: replace(p, elementwise=dict(self._elementwise(p.operation_us)))),
-            ("memory", lambda p: replace(p, copy=self._copy())),
+            ("memory", lambda p: replace(p, copy=self._copy(), fresh=None if self._accelerated else self._fresh())),
             ("update kernel", lambda p: replace(p, adam=self._adam())),
         ]
         if self._accelerated:
@@ -220,6 +222,14 @@ class _Probe:
         source, target = self._buffer(256 * _MIB), self._buffer(256 * _MIB)
         return float(f"{source.numel() / self._seconds(lambda: target.copy_(source)) / 1e9:.4g}")
 
+    def _fresh(self) -> float | None:
+        """What it costs to touch memory first, beyond writing it; None where the allocator keeps it at hand."""
+        nbytes = min(2 * FRESH, self._limit)
+        kept = torch.empty(nbytes, dtype=torch.uint8)
+        warm = self._seconds(lambda: kept.fill_(1))
+        cold = self._seconds(lambda: torch.empty(nbytes, dtype=torch.uint8).fill_(1))
+        return float(f"{nbytes / (cold - warm) / 1e9:.4g}") if cold > 1.05 * warm else None
+
     def _adam(self) -> float:
         """Traffic of one pass, block after block as an update goes: 28 bytes for an element."""
         n = min(32 * _MIB, self._limit // 16)
@@ -260,7 +270,8 @@ class _Probe:
             directory, [backend], size=(512 if self._quick else 2048) * _MIB, seconds=6 if self._quick else 20
         )
         figures = advise([found]).figures[0]
-        disk = Disk(round(figures.read, 1), round(figures.write, 1), round(figures.mixed, 1), str(directory))
+        read, write, mixed = (round(rate, 1) for rate in (figures.read, figures.write, figures.mixed))
+        disk = Disk(read, write, mixed, str(directory), cpu=_disk_cpu(directory, backend))
         return replace(profile, disks=(*profile.disks, disk))
 
     def _network(self) -> float | None:
@@ -285,6 +296,19 @@ class _Probe:
                     rank.kill()
                     rank.wait()
         return float(answers[0]) if all(rank.returncode == 0 for rank in ranks) and answers[0] else None
+
+
+def _disk_cpu(directory: Path, name: str) -> float:
+    """Of all CPUs, the part of a second that a GB takes from swap space and to it, as an update moves it."""
+    nbytes, count = 3 * BLOCK * torch.float32.itemsize, 16
+    with open_backend(name) as backend, SwapSpace([directory], backend) as swap:
+        extent, buffer = swap.allocate(count * nbytes), HostMemory(nbytes).tensor.fill_(1)
+        begin = time.process_time()
+        for move in (swap.write, swap.read):
+            for at in range(0, count * nbytes, nbytes):
+                move(extent, buffer, at).wait()
+        seconds = time.process_time() - begin
+    return float(f"{seconds / (2e-9 * count * nbytes) / usable_cpus():.3g}")
 
 
 # One process of two. The bytes that come to it, over the seconds.

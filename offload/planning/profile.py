@@ -31,7 +31,7 @@ Shape = tuple[float, float, float, float]
 
 _DTYPES = ("fp32", "bf16", "fp16")
 _PRODUCTS = ("matrix", "attention", "attention_backward")  # the kinds of products
-_RATES = ("adam", "copy", "h2d", "d2h", "h2d_unpinned", "d2h_unpinned", "network")
+_RATES = ("adam", "copy", "h2d", "d2h", "h2d_unpinned", "d2h_unpinned", "network", "fresh")
 PROFILES = (Path(__file__).parents[1] / "hardware", Path(__file__).parents[2] / "configs" / "hardware")
 """Where named profiles are: in an installed package, and in its source tree."""
 
@@ -40,7 +40,8 @@ PROFILES = (Path(__file__).parents[1] / "hardware", Path(__file__).parents[2] / 
 class Disk:
     """One swap directory: MB/s (10^6 bytes) as of :class:`offload.planning.tune.Figures`; ``mixed`` is the sum of both.
 
-    ``endurance``: bytes that may be written in the disk's life (its TBW); None: unknown.
+    ``endurance``: bytes that may be written in the disk's life (its TBW); None: unknown. ``cpu``: the share of a second
+    of all CPUs that moving a GB takes, checksums included.
     """
 
     read: float
@@ -48,6 +49,7 @@ class Disk:
     mixed: float
     directory: str = ""
     endurance: int | None = None
+    cpu: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("read", "write", "mixed"):
@@ -70,6 +72,7 @@ class HardwareProfile:
             of a head (k).
         elementwise: by dtype, GB/s (10^9 bytes) that all other operations read and write of compute memory.
         adam: GB/s of traffic of the native kernel, 28 bytes for a parameter with bf16 weights and fp32 moments.
+        fresh: GB/s at which memory that is new from the system is first touched, beyond the writing; None: at no cost.
         copy: GB/s copied from host memory to host memory.
         h2d, d2h: GB/s over PCIe, of page-locked memory and (``_unpinned``) of other memory.
         network: GB/s of a rank's own traffic in a collective.
@@ -88,6 +91,7 @@ class HardwareProfile:
     attention_backward: Mapping[str, tuple[Shape, ...]] = field(default_factory=dict)
     elementwise: Mapping[str, float] = field(default_factory=dict)
     adam: float | None = None
+    fresh: float | None = None
     copy: float | None = None
     h2d: float | None = None
     d2h: float | None = None
@@ -170,6 +174,7 @@ class HardwareProfile:
         """
         busy: float = sum(times * self._product_seconds(product) for product, times in work.products.items())
         busy += sum(moved / 1e9 / self._figure(self.elementwise, dtype) for dtype, moved in work.moved.items())
+        busy += work.fresh / 1e9 / self.fresh if self.fresh else 0.0
         least = work.operations * self.operation_us * 1e-6
         return max(busy, least) if self.accelerator == "cuda" else busy + least
 

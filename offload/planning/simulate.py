@@ -63,7 +63,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Link:
-    """Bytes per second, each lane by itself. ``both``: the sum of reading and writing a disk at once."""
+    """Bytes per second, each lane by itself. ``both``: the sum of reading and writing a disk at once. ``disk_cpu``: the
+    part of all CPUs' time that a byte per second from or to a disk takes."""
 
     h2d: float
     d2h: float
@@ -72,6 +73,7 @@ class Link:
     both: float
     adam: float
     network: float
+    disk_cpu: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,10 @@ class _Simulation:
             speeds["nvme_write"] = min(link.nvme_write, link.both / 2)
         if self._course.host_visible and {"compute", "adam"} <= active:
             speeds["compute"], speeds["adam"] = 0.5, link.adam / 2
+        if self._course.host_visible:  # asking for transfers, and their checksums
+            moved = sum(speeds[lane] for lane in ("nvme_read", "nvme_write") if lane in active)
+            left = max(0.1, 1 - moved * link.disk_cpu)
+            speeds["compute"], speeds["adam"] = left * speeds["compute"], left * speeds["adam"]
         return speeds
 
     def _floors(self, work: Mapping[str, float]) -> dict[str, float]:

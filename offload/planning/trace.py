@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from offload.planning.operations import Product, Work, attention, count, tensors
+from offload.planning.operations import FRESH, Product, Work, attention, count, tensors
 from offload.sharding.partition import Partition, compute_dtype
 
 __all__ = ["Trace", "Use", "meta_copy", "trace"]
@@ -200,9 +200,11 @@ class _Tracer(TorchDispatchMode):
         known = {_key(t) for t in inputs}
         if func.is_view or (outputs and not func._schema.is_mutable and all(_key(t) in known for t in outputs)):
             return result
+        work = self._work()
         for tensor in outputs:
-            self._made(tensor)
-        count(self._work(), func, args, result)
+            if self._made(tensor) and tensor.untyped_storage().nbytes() >= FRESH:
+                work.fresh += tensor.untyped_storage().nbytes()
+        count(work, func, args, result)
         touched = {self._unit_of[key] for key in known if key in self._unit_of}
         self._owner.units = tuple(dict.fromkeys((*self._owner.units, *sorted(touched))))
         return result
@@ -218,12 +220,15 @@ class _Tracer(TorchDispatchMode):
 
     # Memory
 
-    def _made(self, tensor: torch.Tensor) -> None:
+    def _made(self, tensor: torch.Tensor) -> bool:
+        """Is its memory new?"""
         storage, key = tensor.untyped_storage(), _key(tensor)
-        if key not in self._unit_of and key not in self._alive:
-            self._alive[key] = storage.nbytes()
-            weakref.finalize(storage, self._gone, key)
-            self._grow(storage.nbytes())
+        if key in self._unit_of or key in self._alive:
+            return False
+        self._alive[key] = storage.nbytes()
+        weakref.finalize(storage, self._gone, key)
+        self._grow(storage.nbytes())
+        return True
 
     def _gone(self, key: int) -> None:
         self._live -= self._alive.pop(key)

@@ -190,7 +190,7 @@ def test_a_small_run_of_all_placements(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "deepspeed" else object())
     report, swap = tmp_path / "step.json", tmp_path / "swap"
     arguments = ["--sizes", "tiny", "--rounds", "1", "--steps", "1", "--threads", "1", "--json", str(report)]
-    engines = "torch,gpu,gpu+cpu,gpu+nvme,gpu+nvme-early,gpu+nvme-unchecked,gpu+cpu+nvme,zero3-nvme"
+    engines = "torch,gpu,gpu+cpu,gpu+cpu-streamed,gpu+nvme,gpu+nvme-early,gpu+nvme-unchecked,gpu+cpu+nvme,zero3-nvme"
     assert _common.run([step], [*arguments, "--engines", engines, "--swap-dir", str(swap)]) == 0
     assert list(swap.iterdir()) == []
     written = json.loads(report.read_text())["rows"]

@@ -31,6 +31,7 @@ def test_everything_that_a_plan_needs(tmp_path: Path) -> None:
     assert profile.process is not None
     assert 50 << 20 < profile.process < 4 << 30
     assert [disk.directory for disk in profile.disks] == [str(tmp_path)]
+    assert 0 < profile.disks[0].cpu < 100
     for shapes in profile.matrix.values():
         assert (16.0, 64.0, 64.0) in {shape[:3] for shape in shapes}
         assert all(rate > 0 for *_, rate in shapes)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,9 @@ def test_seconds_add_up() -> None:
     work.operations = 4
     products = 3 * 4e6 / 0.2e12 + 2e6 / 0.1e12
     assert PROFILE.seconds(work) == pytest.approx(products + 2e7 / 10e9 + 4 * 5e-6)
+    work.fresh = 10**9
+    with_faults = replace(PROFILE, fresh=2.0)
+    assert with_faults.seconds(work) - PROFILE.seconds(work) == pytest.approx(0.5)
 
 
 def test_rates_are_found_between_those_measured() -> None:

@@ -117,6 +117,15 @@ def test_compute_and_adam_share_the_processors_of_a_host() -> None:
     assert step.seconds >= 20.0 - 1e-6
 
 
+def test_what_transfers_cost_the_processors_slows_compute() -> None:
+    """Of four units with 1 GB of state, three are read and written while the ones before compute."""
+    load = UnitLoad(GB, "gpu", update=1, state_on_disk=GB, blocks=100)
+    course = _course(load, 4, 20.0, 20.0, host_visible=True)
+    free, paid = (simulate(course, replace(LINK, disk_cpu=cpu / GB)) for cpu in (0.0, 0.2))
+    assert free.floors == paid.floors
+    assert paid.seconds - free.seconds == pytest.approx(3 * 2 * 0.2, rel=0.1)
+
+
 def test_disk_seconds() -> None:
     assert disk_seconds(3.0 * GB, 0, LINK) == pytest.approx(1.0)
     assert disk_seconds(0, 2.0 * GB, LINK) == pytest.approx(1.0)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from offload.integrations.loading import checkpoint_activations
 from offload.planning import trace as tracing
+from offload.planning.operations import FRESH
 from offload.planning.trace import Trace, meta_copy, trace
 from offload.sharding.partition import partition
 from tests.models import MLP, TASKS, llama
@@ -112,6 +113,20 @@ def test_flops_of_a_linear_layer_are_two_thirds_backward() -> None:
     assert sum(use.work.flops for use in found.forward) == forward
     # The input needs no gradient, so the first layer has one product in backward and the second two.
     assert sum(use.work.flops for use in found.backward) == 2 * 5 * (8 * 16 + 2 * 16 * 4)
+
+
+def test_memory_that_is_new_from_the_system_is_counted() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 1024, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x)
+
+    for rows, large in ((FRESH // 4096, 1), (FRESH // 4096 - 1, 0)):
+        found = _trace(Net(), torch.randn(rows, 8))
+        assert sum(use.work.fresh for use in found.forward) == large * FRESH
 
 
 def test_a_convolution_is_the_product_that_it_is() -> None:

@@ -32,7 +32,7 @@ from offload.sharding.unit import Member, Unit
 from offload.training.callers import in_a_function, in_backward, in_zero_grad
 from offload.training.parts import Parts
 from offload.training.promises import Promises
-from offload.training.update import UnitUpdate
+from offload.training.unit_update import UnitUpdate
 
 _LAG = 2  # units whose gradients may still be on their way to the host
 

@@ -26,7 +26,7 @@ from offload.training.parameter import OffloadedParameter, ResidentParameter, ow
 from offload.training.rules import UpdateRule
 from offload.training.runtime import Runtime
 from offload.training.state import read_member, write_moments
-from offload.training.update import UnitUpdate, merged
+from offload.training.unit_update import UnitUpdate, merged
 
 _serials = itertools.count(1)
 StateDtype = torch.dtype | str | None

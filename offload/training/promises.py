@@ -11,7 +11,8 @@ import torch
 from offload.errors import OffloadError
 from offload.sharding.unit import StateBlock, Unit
 from offload.training.parts import Parts
-from offload.training.update import PendingUpdate, UnitUpdate, bytes_to_disk
+from offload.training.unit_update import UnitUpdate, bytes_to_disk
+from offload.training.update import PendingUpdate
 
 
 class Promises:

@@ -37,7 +37,7 @@ from offload.training.promises import Promises
 from offload.training.saved import packing
 from offload.training.spilled import SpilledGradient
 from offload.training.state import follow_weights, member_span, set_master
-from offload.training.update import UnitUpdate
+from offload.training.unit_update import UnitUpdate
 from offload.training.waiting import waiting
 
 

@@ -34,7 +34,8 @@ from offload.training.readahead import ReadAhead
 from offload.training.residency import Residency
 from offload.training.rules import UpdateRule
 from offload.training.transfers import Transfers
-from offload.training.update import PendingUpdate, UnitUpdate, merged
+from offload.training.unit_update import UnitUpdate, merged
+from offload.training.update import PendingUpdate
 from tests.unit.training.parts import AddRule, StateStore, home_weights, real_unit, state_of
 
 pytestmark = pytest.mark.timeout(120)

@@ -3,14 +3,15 @@
 A Llama of the shape of SmolLM2-135M (random weights, bf16) is planned and then trained, with everything in memory and
 with state and weights on nvme, for two batch sizes. Each run has a process of its own. Rows give the seconds of a step
 that were measured against those that were planned from what `offload probe` found just before, and the peak of resident
-memory likewise; the bars are 15 % and 5 % either way. As in the probe the fastest of several steps counts, since what
-else the machine does only adds; `spread` tells how much that was. No factor is fitted: what is off is off.
+memory likewise; the bars are 15 % and 5 % either way. As in the probe the median of several steps counts; `spread`
+tells how much they differ. No factor is fitted: what is off is off.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -70,7 +71,7 @@ def _run(place: str, batch: int, directory: str, profile: Path, rounds: int) -> 
 
 def _rows(name: str, found: dict[str, object]) -> list[Row]:
     seconds: list[float] = found["seconds"]  # type: ignore[assignment]
-    value = min(seconds)
+    value = statistics.median(seconds)
     spread = (max(seconds) - min(seconds)) / value
     planned, peak, resident = (float(found[key]) for key in ("planned", "peak", "resident"))  # type: ignore[arg-type]
     return [

@@ -99,6 +99,7 @@ class Plan:
         units: what moves together, and where it is at home.
         kept, activations: bytes alive after a forward, and at the worst moment of a step (``activations``), beside
             what the tiers hold; None where that is not known, for ``unknown`` says why.
+        allocated: what activations take of a host's memory at most, with what the C library keeps.
         process: bytes of a process that has imported torch; None without a profile.
         speed: None where it is not predicted, and ``unpredicted`` says why.
     """
@@ -113,6 +114,7 @@ class Plan:
     smallest: Mapping[str, int] | None = None
     kept: int | None = None
     activations: int | None = None
+    allocated: int | None = None
     unknown: str = ""
     process: int | None = None
     accelerated: bool = False
@@ -130,7 +132,7 @@ class Plan:
         here = [
             tier.peak for name, tier in self.tiers.items() if name == "cpu" or (not self.accelerated and name == "gpu")
         ]
-        return self.process + sum(here) + (0 if self.accelerated else self.activations or 0)
+        return self.process + sum(here) + (0 if self.accelerated else self.allocated or 0)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -195,6 +197,7 @@ def make_plan(
         memory.smallest,
         kept=None if traced is None else traced.kept,
         activations=None if traced is None else traced.peak,
+        allocated=None if traced is None else traced.resident,
         unknown=unknown,
         process=None if profile is None else profile.process,
         accelerated=accelerated,

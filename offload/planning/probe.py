@@ -2,11 +2,12 @@
 
 Each figure is taken from what training itself does - the products of a transformer's linear layers in their three
 forms, a block's other operations forward and backward, the update kernel over memory that no cache holds - so that a
-plan needs no factor that somebody has fitted. Of several runs the fastest counts: what else the machine does only adds.
+plan needs no factor that somebody has fitted. Of several runs the median counts, as steps will meet the machine.
 """
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -109,7 +110,7 @@ class _Probe:
     # Time
 
     def _seconds(self, action: Callable[[], object], share: float | None = None) -> float:
-        """The fastest of several runs, after one that does not count."""
+        """The median of several runs, after one that does not count."""
         action()
         self._device.drain()
         found: list[float] = []
@@ -119,7 +120,7 @@ class _Probe:
             action()
             self._device.drain()
             found.append(time.perf_counter() - begin)
-        return min(found)
+        return statistics.median(found)
 
     def _of(self, dtype: str, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self._where).to(DTYPES[dtype])

@@ -7,6 +7,10 @@ from the moment it is made until it dies. So activations are counted as autograd
 Activation Recomputation in Large Transformer Models"; it describes one kind of block.) In backward, work belongs to the
 module whose saved tensor was unpacked last, which is how the engine itself knows what it needs.
 
+# Note [What the C library keeps]
+Small allocations come from a heap that shrinks late, so it stays as large as it ever was in a step; large ones (FRESH)
+are mapped one by one and go when they are freed. A process therefore holds the most of both, though at different times.
+
 Attention is replaced by a stand-in for the fused kernels, which torch takes on CPU and GPU but not on meta. Of many
 modules that are alike, the first two are run and the others copied from the second, so that eighty blocks take no
 longer than two.
@@ -21,7 +25,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,12 +57,14 @@ class Trace:
         forward, backward: in the order in which they happen.
         kept: bytes alive at the end of forward: inputs, outputs and what autograd saved, parameters not.
         peak: bytes alive at any moment of both, gradients of parameters until the engine takes them included.
+        resident: what they take of a host's memory at most, see Note [What the C library keeps].
     """
 
     forward: tuple[Use, ...]
     backward: tuple[Use, ...]
     kept: int
     peak: int
+    resident: int
 
     @property
     def flops(self) -> int:
@@ -83,6 +91,15 @@ def trace(model: nn.Module, cut: Partition, inputs: Inputs, loss: Callable[[Any]
     return _Tracer(model, cut).run(inputs, loss)
 
 
+Bytes = NDArray[np.int64]  # in all, in the heap, in mappings of their own
+
+
+def _bytes(*sizes: int) -> Bytes:
+    """Of allocations of these sizes."""
+    mapped = sum(size for size in sizes if size >= FRESH)
+    return np.array([sum(sizes), sum(sizes) - mapped, mapped])
+
+
 @dataclass(eq=False)
 class _Owner:
     """One call of a module that units are fetched for. ``like``: the call whose costs are its own as well."""
@@ -95,9 +112,9 @@ class _Owner:
     saved: set[int] = field(default_factory=set)  # storages that autograd keeps for it
     keeps: list[bool] = field(default_factory=list)  # which of its arguments are among them
     output: Any = None  # leaves and form
-    kept: int = 0  # bytes made in its forward that outlive it, outputs not included
-    began: int | None = None  # bytes alive when its backward began
-    rise: int = 0  # the most bytes alive in its backward beyond those
+    kept: Bytes = field(default_factory=_bytes)  # made in its forward, outlive it, outputs not included
+    began: Bytes | None = None  # alive when its backward began
+    rise: Bytes = field(default_factory=_bytes)  # the most alive in its backward beyond those
 
 
 class _Tracer(TorchDispatchMode):
@@ -106,11 +123,11 @@ class _Tracer(TorchDispatchMode):
         self._model, self._cut = model, cut
         self._unit_of = {_key(p): index for index, unit in enumerate(cut.units) for p in unit.parameters}
         self._alive: dict[int, int] = {}  # bytes by storage
-        self._live = self._peak = 0
+        self._live, self._peak = _bytes(), _bytes()
         self._owner = _Owner(())
         self._backward = False
         self._order: tuple[list[_Owner], list[_Owner]] = ([], [])  # of forward and of backward
-        self._copied: list[tuple[int, _Owner]] = []  # bytes alive when a copied backward began
+        self._copied: list[tuple[Bytes, _Owner]] = []  # bytes alive when a copied backward began
         self._alike: dict[Any, list[_Owner]] = {}  # calls that were run, by signature of the module
 
     def run(self, inputs: Inputs, loss: Callable[[Any], torch.Tensor]) -> Trace:
@@ -127,15 +144,16 @@ class _Tracer(TorchDispatchMode):
             stack.enter_context(self)
             output = self._model(**inputs) if isinstance(inputs, Mapping) else self._model(*inputs)
             value = loss(output)
-            kept, self._backward, self._owner = self._live, True, _Owner(())
+            kept, self._backward, self._owner = int(self._live[0]), True, _Owner(())
             value.backward()  # type: ignore[no-untyped-call]
-        peak = max([self._peak, *(live + owner.rise for live, owner in self._copied)])
+        peak, heap, mapped = np.max([self._peak, *(live + owner.rise for live, owner in self._copied)], axis=0)
         forward, backward = self._order
         return Trace(
             tuple(Use(owner.units, (owner.like or owner).forward) for owner in forward),
             tuple(Use(owner.units, (owner.like or owner).backward) for owner in backward),
             kept,
-            peak,
+            int(peak),
+            int(heap + mapped),
         )
 
     # Modules
@@ -155,7 +173,7 @@ class _Tracer(TorchDispatchMode):
             owner.keeps = [_key(t) in owner.saved for t in tensors((args, kwargs))]
             passed_on = {_key(t) for t in tensors((args, kwargs))}
             made = {_key(t): t.untyped_storage().nbytes() for t in tensors(result) if _key(t) not in passed_on}
-            owner.kept = self._live - before - sum(made.values())
+            owner.kept = self._live - before - _bytes(*made.values())
             leaves, form = tree_flatten(result)
             owner.output = [_Shape(x) if isinstance(x, torch.Tensor) else x for x in leaves], form
             run.append(owner)
@@ -188,7 +206,7 @@ class _Tracer(TorchDispatchMode):
         assert owner.like is not None
         self._begin(owner)
         self._copied.append((self._live, owner.like))
-        self._live -= owner.like.kept
+        self._live = self._live - owner.like.kept
 
     # Operations
 
@@ -227,17 +245,17 @@ class _Tracer(TorchDispatchMode):
             return False
         self._alive[key] = storage.nbytes()
         weakref.finalize(storage, self._gone, key)
-        self._grow(storage.nbytes())
+        self._grow(_bytes(storage.nbytes()))
         return True
 
     def _gone(self, key: int) -> None:
-        self._live -= self._alive.pop(key)
+        self._live = self._live - _bytes(self._alive.pop(key))
 
-    def _grow(self, nbytes: int) -> None:
-        self._live += nbytes
-        self._peak = max(self._peak, self._live)
+    def _grow(self, more: Bytes) -> None:
+        self._live = self._live + more
+        self._peak = np.maximum(self._peak, self._live)
         if self._backward and self._owner.began is not None:
-            self._owner.rise = max(self._owner.rise, self._live - self._owner.began)
+            self._owner.rise = np.maximum(self._owner.rise, self._live - self._owner.began)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         self._owner.saved.add(_key(tensor))

@@ -129,6 +129,27 @@ def test_memory_that_is_new_from_the_system_is_counted() -> None:
         assert sum(use.work.fresh for use in found.forward) == large * FRESH
 
 
+def test_the_heap_stays_as_large_as_it_ever_was() -> None:
+    """A mapping of 32 MiB is made after the heap's 31 MiB are free again: the process keeps both."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                small = x.new_zeros(31 << 18) + 1
+                del small
+                large = x.new_zeros(FRESH // 4)
+                del large
+            return (x * self.scale).sum()
+
+    found = _trace(Net(), torch.randn(4))
+    assert 2 * (31 << 20) <= found.peak < 2 * (31 << 20) + 1024
+    assert 0 <= found.resident - FRESH - found.peak < 1024
+
+
 def test_a_convolution_is_the_product_that_it_is() -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, stride=2, groups=2))
     found = _trace(net, torch.randn(2, 3, 9, 9))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from offload.training.algorithms import SGD, Adam, AdamW, Lion
     from offload.training.clipping import clip_grad_norm_
     from offload.training.inspect import gather, state_dict, stats
+    from offload.training.joining import join
     from offload.training.syncing import no_sync
     from offload.training.tracing import trace
 
@@ -37,6 +38,7 @@ __all__ = [
     "clip_grad_norm_",
     "empty_init",
     "gather",
+    "join",
     "load_checkpoint",
     "native",
     "no_sync",
@@ -65,6 +67,7 @@ _HOMES = {
     "training.algorithms": "SGD Adam AdamW Lion",
     "training.clipping": "clip_grad_norm_",
     "training.inspect": "gather state_dict stats",
+    "training.joining": "join",
     "training.syncing": "no_sync",
     "training.tracing": "trace",
 }

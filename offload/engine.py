@@ -58,9 +58,10 @@ from offload.training.moving import copy_values, fill_home, give_back, move_in, 
 from offload.training.optimizer import refuse_foreign
 from offload.training.parts import Parts
 from offload.training.readahead import ReadAhead
-from offload.training.reduction import ReducedGradients, ReductionMemory
+from offload.training.reduction import ReducedGradients
 from offload.training.residency import Residency
 from offload.training.runtime import Runtime, attached, runtime_of_model
+from offload.training.shares import ReductionMemory
 from offload.training.spill import ARRIVING_BUFFERS, READING_BUFFERS, Spill, SpilledBuffer
 from offload.training.state import StateStore, state_bytes
 from offload.training.steps import StepMeter

@@ -8,6 +8,11 @@ every rank, before a byte of the model has moved.
 
 A rank that fails where others go on announces that in place of what they do next, and says why.
 
+# Note [Following]
+A rank that has run out of batches still holds shares that the others need. It announces that it follows; in the same
+round it hears what they do, with a note of what it cannot know, and takes part in that. What each has to say (the
+flags) is then exchanged anew.
+
 # Note [Two channels]
 Collectives of one group must be asked for in the same order on every rank. Those of forward and backward come in the
 order of the program, those of an update in the order of the units; the two run beside each other, so that each has
@@ -27,7 +32,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from offload.errors import RankMismatchError
+from offload.errors import OffloadError, RankMismatchError
 from offload.lanes import Lanes
 from offload.storage.ticket import FutureTicket
 from offload.storage.worker import Worker
@@ -49,6 +54,8 @@ class Kind(enum.IntEnum):
     END = 9
     WRAP = 10
     FAIL = 11
+    JOIN = 12
+    FOLLOW = 13
 
     def __str__(self) -> str:
         return _WORDS[self]
@@ -66,17 +73,22 @@ _WORDS = {
     Kind.END: "finish",
     Kind.WRAP: "wrap the model",
     Kind.FAIL: "fail",
+    Kind.JOIN: "enter offload.join(...)",
+    Kind.FOLLOW: "follow the others, without batches",
 }
+_NOT_FOLLOWED = (Kind.READ, Kind.TEXT, Kind.END, Kind.WRAP)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective, as it is announced. ``numbers`` must be equal on all ranks, ``flag`` is what each has to say."""
+    """One collective, as it is announced. ``numbers`` must be equal on all ranks, ``flag`` is what each has to say,
+    ``note`` what a rank that follows must know of it."""
 
     kind: Kind
     unit: int = -1
     number: int = 0
     flag: int = 0
+    note: str = ""
 
 
 class Channel:
@@ -89,6 +101,9 @@ class Channel:
         self._calls = 0
         self._error: RankMismatchError | None = None
         self.steps = 0  # for messages
+        self.joining = False  # ranks may follow, see Note [Following]
+        self.active = len(members)  # ranks that did not, in the last call
+        self._heard: Call | None = None
 
     def submit(self, work: Callable[[], Any]) -> FutureTicket:
         """Run ``work``, which calls the methods below, after what was submitted before."""
@@ -102,17 +117,55 @@ class Channel:
 
     def agree(self, call: Call) -> list[int]:
         """Every rank's flag, once all have announced this call. See Note [Announced collectives]."""
+        heard, self._heard = self._heard, None
+        if heard is None:
+            rows = self._announced(call)
+            if self.active == len(rows):
+                return [row[4] for row in rows]
+            if call.kind in _NOT_FOLLOWED:
+                raise OffloadError(
+                    f"expected to {self._about(call.kind, call.unit)} where all ranks take part, found that "
+                    f"{len(rows) - self.active} of them have no batches left; do it after offload.join(...)"
+                )
+            self._collect_texts(call, call.note)
+        elif (heard.kind, heard.unit, heard.number) != (call.kind, call.unit, call.number):
+            self._error = RankMismatchError(
+                f"expected this rank to follow the others, which {self._about(heard.kind, heard.unit)}, found that it "
+                f"is to {self._about(call.kind, call.unit)} in step {self.steps}; give offload.join the same model and "
+                "optimizers on every rank"
+            )
+            raise self._error
+        return [int(flag) for flag in self.collect(call, torch.tensor([call.flag])).view(-1)]
+
+    def follow(self) -> Call | None:
+        """What the others do next, in which this rank's next :meth:`agree` takes part; None if all follow."""
+        call = Call(Kind.FOLLOW)
+        while True:
+            rows = self._announced(call)
+            leaders = [place for place, row in enumerate(rows) if row[1] != Kind.FOLLOW]
+            if not leaders:
+                return None
+            _, kind, unit, number, _ = rows[leaders[0]]
+            if kind not in _NOT_FOLLOWED:
+                note = self._collect_texts(call, "")[leaders[0]]
+                self._heard = Call(Kind(kind), unit, number, note=note)
+                return self._heard
+
+    def _announced(self, call: Call) -> list[tuple[int, ...]]:
+        """What every rank announces, all of one mind."""
         rows = self._announce(call)
         if any(row[1] == Kind.FAIL for row in rows):
             self._hear(call, rows, "")
-        if len({row[:4] for row in rows}) > 1:
+        said = {row[:4] for row in rows if not (self.joining and row[1] == Kind.FOLLOW)}
+        if len(said) > 1 or len({row[0] for row in rows}) > 1:
             told = "; ".join(f"rank {r}: {self._say(row)}" for r, row in zip(self._members, rows, strict=True))
             self._error = RankMismatchError(
                 f"expected all ranks to do the same, found in step {self.steps}: {told}. Every rank must run the same "
-                "modules on as many batches, with the same options"
+                "modules on as many batches (or inside offload.join), with the same options"
             )
             raise self._error
-        return [row[4] for row in rows]
+        self.active = sum(row[1] != Kind.FOLLOW for row in rows)
+        return rows
 
     def fail(self, why: str) -> None:
         """Let every other rank's next call raise RankMismatchError with ``why``. Waits for these calls."""
@@ -136,14 +189,25 @@ class Channel:
         )
         raise self._error
 
-    def gather(self, call: Call, rows: torch.Tensor, rank: int, copies: bool = False) -> None:
+    def gather(
+        self, call: Call, rows: torch.Tensor, rank: int, copies: bool = False, takes: Sequence[bool] | None = None
+    ) -> None:
         """Row ``rank`` goes to every other rank of the share group (or, with ``copies``, of those that have copies of
-        this share), and theirs come into the other rows."""
-        self.exchange(call, rows[rank].expand_as(rows), rows, rank, copies)
+        this share), and theirs come into the other rows. ``takes``: as for :meth:`exchange`."""
+        self.exchange(call, rows[rank].expand_as(rows), rows, rank, copies, takes=takes)
 
-    def exchange(self, call: Call, sent: torch.Tensor, received: torch.Tensor, rank: int, copies: bool = False) -> None:
+    def exchange(
+        self,
+        call: Call,
+        sent: torch.Tensor | None,
+        received: torch.Tensor | None,
+        rank: int,
+        copies: bool = False,
+        gives: Sequence[bool] | None = None,
+        takes: Sequence[bool] | None = None,
+    ) -> None:
         """Row r of ``sent`` goes to rank r, what that one sends here into row r of ``received``; row ``rank``, which is
-        this rank's own, is left alone.
+        this rank's own, is left alone. ``gives`` and ``takes``: which ranks send and receive (all), alike on all.
 
         # Note [Point to point]
         All-gather and reduce-scatter in one: the latter leaves the sum to whoever called, who can so fix its order and
@@ -151,17 +215,23 @@ class Channel:
         """
         group = self.groups.replicas if copies else self.groups.shard
         members = self.groups.replica_members if copies else self.groups.shard_members
+        gives, takes = gives or [True] * len(members), takes or [True] * len(members)
         peers = [(row, peer) for row, peer in enumerate(members) if row != rank]
+        ops, nbytes = [], 0
+        if sent is not None and gives[rank]:
+            ops += [dist.P2POp(dist.isend, sent[row], peer, group) for row, peer in peers if takes[row]]
+            nbytes = len(ops) * sent[rank].numel() * sent.element_size()
+        if received is not None and takes[rank]:
+            ops += [dist.P2POp(dist.irecv, received[row], peer, group) for row, peer in peers if gives[row]]
+        if not ops:
+            return
 
         def both_ways() -> None:
-            ops = [dist.P2POp(dist.isend, sent[row], peer, group) for row, peer in peers]
-            ops += [dist.P2POp(dist.irecv, received[row], peer, group) for row, peer in peers]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
 
         start = time.monotonic_ns()
         self._do(call, both_ways)
-        nbytes = len(peers) * received[rank].numel() * received.element_size()
         self._lanes[LANE].record(start, time.monotonic_ns(), nbytes, self._about(call.kind, call.unit))
 
     def collect(self, call: Call, values: torch.Tensor) -> torch.Tensor:

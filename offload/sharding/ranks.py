@@ -81,6 +81,10 @@ class Ranks:
         """Is this the one that writes what all have in common?"""
         return self.alone or dist.get_rank() == self._members[0]
 
+    def row(self, flags: Sequence[int]) -> list[bool]:
+        """Of every rank's flags, those of the ranks that share with this one."""
+        return [bool(flag) for flag in flags[self.copy * self.split.ranks :][: self.split.ranks]]
+
     def call_units(self, names: Sequence[str]) -> None:
         """What errors call the units."""
         for channel in self._channels:
@@ -117,12 +121,12 @@ class Ranks:
         """Of this rank among all."""
         return 0 if self.alone else self._members.index(dist.get_rank())
 
-    def sums(self, values: Sequence[float]) -> list[float]:
+    def sums(self, values: Sequence[float], note: str = "") -> list[float]:
         """Of each value the sum over the ranks that hold different shares, in their order, alike on all. Collective."""
         if self.alone:
             return list(values)
         mine = torch.tensor(list(values), dtype=torch.float64)
-        rows = self.passes.rows(Call(Kind.CLIP, number=mine.numel()), mine)
+        rows = self.passes.rows(Call(Kind.CLIP, number=mine.numel(), note=note), mine)
         total = torch.zeros_like(mine)
         for row in rows[: self.split.ranks]:  # the others are copies
             total += row
@@ -132,11 +136,11 @@ class Ranks:
         """Do all ranks say yes? Collective."""
         return all(self.votes(int(yes), kind))
 
-    def votes(self, mine: int, kind: Kind, number: int = 0) -> list[int]:
+    def votes(self, mine: int, kind: Kind, number: int = 0, note: str = "") -> list[int]:
         """What each rank says; ``number`` must be the same on all. Collective."""
         if self.alone:
             return [mine]
-        flags: list[int] = self.passes.run(lambda: self.passes.agree(Call(kind, number=number, flag=mine)))
+        flags: list[int] = self.passes.run(lambda: self.passes.agree(Call(kind, number=number, flag=mine, note=note)))
         if kind is Kind.STEP:
             for channel in self._channels:
                 channel.steps += 1

@@ -37,7 +37,11 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
             )
     runtime.settle()
     squares = [runtime.gradients.sum_squares(*runtime.place_of(p)) for p in listed]  # type: ignore[arg-type]
-    total = sum(runtime.parts.ranks.sums(squares))
+    note = ""
+    if runtime.joined is not None:
+        places = [runtime.place_of(p) for p in listed]  # type: ignore[arg-type]
+        note = repr((float(max_norm), [(unit.index, index) for unit, index in places]))
+    total = sum(runtime.parts.ranks.sums(squares, note))
     norm = math.sqrt(total) if total >= 0 else math.nan
     runtime.clip_factors.set(listed, min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan)
     return torch.tensor(norm, dtype=torch.float64, device="cpu")

@@ -61,6 +61,12 @@ class GatheredResidency(Residency):
             self._drop()
         return super().stepped()
 
+    def forget(self) -> None:
+        with self.changed:
+            self._ahead.clear()
+            self._drop()
+        super().forget()
+
     def is_stale(self, unit: Unit) -> bool:
         if not unit.sharded or unit.pins:
             return super().is_stale(unit)

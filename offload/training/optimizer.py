@@ -7,6 +7,7 @@ Parameter groups, schedulers, ``zero_grad`` and ``GradScaler`` are torch's own. 
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
 import zlib
@@ -179,14 +180,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         error: OffloadError | None = None
         updates: list[UnitUpdate] = []
+        options = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        note = ""
         try:
+            if runtime.joined is not None:
+                if self not in runtime.joined:
+                    raise OffloadError(
+                        "offload.join: expected every optimizer that steps inside, found another one; pass it to join"
+                    )
+                note = _note(runtime.joined.index(self), options)
             updates = self._collect(runtime, self._groups)
             runtime.promises.allow(updates)
         except OffloadError as found:
             error = found
         vote = _REFUSED if error is not None else _TAKEN if self._finite(runtime, mine) else _SKIPPED
-        options = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        votes = runtime.parts.ranks.votes(vote, Kind.STEP, zlib.crc32(repr(options).encode()))
+        votes = runtime.parts.ranks.votes(vote, Kind.STEP, zlib.crc32(repr(options).encode()), note)
         if error is not None:
             raise error
         if _REFUSED in votes:
@@ -197,6 +205,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             runtime.promise(updates)
         runtime.clip_factors.forget(mine)
         return loss
+
+    def belongs_to(self, runtime: Runtime) -> bool:
+        """Are its parameters those of this model?"""
+        return self._runtime is runtime
+
+    def follow(self, options: list[dict[str, Any]]) -> None:
+        """Take the step that other ranks take with these ``options`` of their groups; see training.joining."""
+        for group, theirs in zip(self.param_groups, options, strict=True):
+            group.update(theirs)
+        self.step()
+        self.zero_grad()
 
     # A step in backward (training.early)
 
@@ -334,6 +353,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _owner(self) -> Runtime:
         assert self._runtime is not None
         return self._runtime
+
+
+def _note(number: int, options: list[dict[str, Any]]) -> str:
+    """What a rank that follows must know to take a step."""
+    note = repr((number, options))
+    try:
+        ast.literal_eval(note)
+    except (SyntaxError, ValueError):
+        raise OffloadError(
+            f"offload.join: expected options of the optimizer that are plain finite numbers, found {options}"
+        ) from None
+    return note
 
 
 def runtime_of(parameter: Any) -> Runtime:

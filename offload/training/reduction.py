@@ -15,155 +15,25 @@ their number: the same bits in each stage, whatever the network.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
 
 import torch
 
 from offload import native
-from offload.sharding.allocation import Allocation
 from offload.sharding.channel import Call, Kind
-from offload.sharding.layout import Span, Split
 from offload.sharding.ranks import Ranks
 from offload.sharding.unit import Unit
 from offload.storage.device import Device
 from offload.storage.memory import view
-from offload.storage.staging import StagingPool
 from offload.storage.ticket import Ticket
-from offload.training.gradient_buffer import GradientBuffer, Memory
 from offload.training.gradients import Gradients
+from offload.training.shares import Local, ReductionMemory, ShareBuffer
 from offload.training.split_gradient import SplitGradient, refusal, stand_in
 from offload.training.steps import Waiting, unmeasured
-from offload.training.waiting import Settles
+from offload.training.transfers import Transfers
 
 _NONE, _SOME, _ALL = 0, 1, 2  # of a unit's gradients that are here
-_UNREDUCED = "unreduced gradients"  # kind of memory
 _UNDER_WAY = 2  # reductions, each of which holds a whole unit's gradients
-
-
-Whole = Callable[[int], AbstractContextManager[torch.Tensor]]
-"""Memory for the gradients of a whole unit: at least so many bytes, inside the context; their content is undefined."""
-
-
-class WholeBuffers:
-    """As :data:`Whole`, from a pool; ``more`` is asked while that is empty, as where units wait for gradients that do
-    not come."""
-
-    def __init__(self, pool: StagingPool, more: Whole) -> None:
-        self._pool, self._more = pool, more
-
-    @contextmanager
-    def __call__(self, nbytes: int) -> Iterator[torch.Tensor]:
-        buffer = self._pool.take_if_free() if nbytes <= self._pool.nbytes else None
-        if buffer is None:
-            with self._more(nbytes) as extra:
-                yield extra
-            return
-        try:
-            yield buffer
-        finally:
-            self._pool.release(buffer)
-
-
-class Local:
-    """One rank's own gradients of a unit, not averaged. :meth:`close` gives their memory back."""
-
-    def __init__(self, unit: Unit, dtype: torch.dtype, whole: Whole) -> None:
-        self._stack = ExitStack()
-        memory = self._stack.enter_context(whole(unit.layout.numel * dtype.itemsize))
-        self.values = view(memory, dtype, 0, unit.layout.numel)
-
-    def close(self) -> None:
-        self._stack.close()
-
-
-class ShareBuffer(GradientBuffer):
-    """The gradients of one unit: this rank's share of their average, and whole ones that are not averaged yet.
-
-    ``allocate`` makes the memory of the share. ``keeps_whole``: stage 1, where the whole stays and the share lies in
-    it.
-    """
-
-    def __init__(
-        self, unit: Unit, dtype: torch.dtype, allocate: Callable[[], Memory], whole: Whole, keeps_whole: bool
-    ) -> None:
-        super().__init__(unit, dtype, allocate)
-        self._whole, self.keeps_whole = whole, keeps_whole
-        self._local: Local | None = None
-        self.arrived = [False] * len(unit.members)
-        self.fresh: set[int] = set()  # of these, those that came since gradients are averaged again
-        self.expected: list[int] = []  # members that had a gradient on some rank the last time
-        self.carried: torch.Tensor | None = None  # stage 1: the share of earlier passes, beside the whole
-        self.ticket: Ticket | None = None
-
-    @property
-    def flat(self) -> torch.Tensor:
-        """This rank's share, flat, in the gradient dtype."""
-        share = self.unit.share
-        if self._flat is None:
-            if self.keeps_whole:
-                self._flat = self.local.values[share.start : share.end]
-            else:
-                self._flat = view(self._allocate().buffer, self.dtype, 0, share.count)
-        return self._flat
-
-    @property
-    def local(self) -> Local:
-        """This rank's own gradients of the whole unit, not averaged."""
-        if self._local is None:
-            self._local = self.another_local()
-        return self._local
-
-    def another_local(self) -> Local:
-        return Local(self.unit, self.dtype, self._whole)
-
-    def take_local(self) -> tuple[Local | None, list[bool]]:
-        """What is to be averaged, and of which members; nothing is here afterwards."""
-        local, arrived = self._local, self.arrived
-        self.arrived, self.fresh = [False] * len(arrived), set()
-        if not self.keeps_whole:
-            self._local = None
-        return (local if any(arrived) else None), arrived
-
-    def carry(self) -> None:
-        """Stage 1: what is averaged already gets memory of its own: whole gradients are about to come where it is."""
-        if self.keeps_whole and any(self.present) and self.carried is None:
-            self.carried = self.flat.clone()
-
-    def span(self, index: int) -> Span:
-        """What of member ``index``'s gradient lies in this rank's share; often empty."""
-        share, slot = self.unit.share, self.unit.members[index].slot
-        return Span(slot.offset, slot.numel).overlap(share) or Span(share.start, 0)
-
-    def promise(self, indices: Iterable[int], owner: Settles) -> None:
-        self.promised = set(indices)
-
-    def let_go(self, index: int) -> None:
-        """Nobody can have kept it."""
-
-
-class ReductionMemory:
-    """Memory for averaging, counted on the cpu tier: for what is ``received`` (bytes), the fp32 ``total``, and
-    ``count`` times the gradients of a ``whole`` unit (0: these stay, as in stage 1)."""
-
-    def __init__(self, allocation: Allocation, received: int, total: int, whole: int, count: int) -> None:
-        self._allocation = allocation
-        self.received = allocation.host_memory(received, "collectives").tensor
-        self.total = allocation.host_memory(total, "collectives").tensor
-        pool = allocation.pool(count if whole else 0, whole, poison=False, kind=_UNREDUCED)
-        self._whole = WholeBuffers(pool, lambda nbytes: allocation.one_more(nbytes, _UNREDUCED))
-
-    def share(self, unit: Unit, tier: str, dtype: torch.dtype, split: Split) -> ShareBuffer:
-        """The gradients of one unit, at home on ``tier``."""
-        allocation = self._allocation
-        stays = split.stage == 1
-        return ShareBuffer(
-            unit,
-            dtype,
-            lambda: Memory(allocation.gradient(tier, unit.share.count * dtype.itemsize)),
-            (lambda nbytes: nullcontext(allocation.gradient(tier, nbytes))) if stays else self._whole,
-            stays,
-        )
 
 
 class ReducedGradients(Gradients):
@@ -188,6 +58,7 @@ class ReducedGradients(Gradients):
         self._passing = False  # a backward pass whose gradients are averaged has begun
         self._reducing: deque[tuple[Ticket, str]] = deque()
         self.deferred = False  # see `offload.no_sync`
+        self.by_active = False  # divide by the number of ranks that have batches, see `offload.join`
         self.may_defer = all(buffer.keeps_whole for buffer in buffers)
 
     def arrived(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
@@ -229,8 +100,10 @@ class ReducedGradients(Gradients):
             self._next, self._passing = 0, False
 
     def _reduce(self, buffer: ShareBuffer) -> None:
-        if _is_frozen(buffer):
-            return
+        if not _is_frozen(buffer):
+            self._submit(buffer)
+
+    def _submit(self, buffer: ShareBuffer) -> None:
         while self._reducing and (self._reducing[0][0].done() or len(self._reducing) >= _UNDER_WAY):
             self._wait_for(*self._reducing[0])
             self._reducing.popleft()
@@ -251,9 +124,36 @@ class ReducedGradients(Gradients):
                 for buffer in self._order:
                     self._reduce(buffer)
             self._dirty = self._passing = False
+        self._drain()
+
+    def _drain(self) -> None:
         while self._reducing:
             self._wait_for(*self._reducing[0])
             self._reducing.popleft()
+
+    # On a rank that follows others (see training.joining)
+
+    def follow(self, unit: Unit) -> None:
+        """Take part in averaging, with what gradients of the unit there still are here."""
+        self._submit(self._shares[unit.index])
+
+    def follow_flush(self) -> None:
+        """The others end a backward pass; what is left here is averaged next."""
+        self._ranks.all_say(not any(any(b.arrived) for b in self._shares), Kind.FLUSH)
+        self._dirty = False
+        self._drain()
+
+    def end_following(self) -> None:
+        """Nothing is left to be averaged, and all ranks begin anew. Collective."""
+        if not self._ranks.all_say(not self._dirty, Kind.FLUSH):
+            for buffer in self._order:
+                self._submit(buffer)
+        self._drain()
+        self._next, self._dirty, self._passing = 0, False, False
+
+    def lend(self, unit: Unit, transfers: Transfers) -> None:
+        """Send the share of the unit's weights that is here."""
+        self._ranks.passes.run(lambda: transfers.lend(unit, self._received))  # which is free while the channel does it
 
     # On the thread of the channel
 
@@ -278,34 +178,37 @@ class ReducedGradients(Gradients):
             rows = channel.collect(call, torch.tensor(arrived, dtype=torch.uint8, device="cpu"))
             anywhere = rows.amax(dim=0).bool().tolist()
         buffer.carry()
-        mine = local or (buffer.local if buffer.keeps_whole else buffer.another_local())
-        try:
+        if local is not None:
             for slot, here in zip((m.slot for m in unit.members), arrived, strict=True):
-                mine.values[slot.offset + (slot.numel if here else 0) : slot.end] = 0
-            mine.values[unit.layout.used :] = 0
-            total = self._sum(call, unit, mine.values)
-        finally:
-            if mine is not local and not buffer.keeps_whole:
-                mine.close()
-        self._store(buffer, total, anywhere)
+                local.values[slot.offset + (slot.numel if here else 0) : slot.end] = 0
+            local.values[unit.layout.used :] = 0
+        values = None if local is None else local.values
+        self._store(buffer, self._sum(call, unit, buffer.dtype, values, self._ranks.row(flags)), anywhere)
 
-    def _sum(self, call: Call, unit: Unit, values: torch.Tensor) -> torch.Tensor:
-        """This rank's share of the average of all ranks' ``values``, in fp32. See Note [The sum]."""
-        channel, split = self._ranks.passes, self._ranks.split
-        sent = values.view(split.ranks, -1)
-        if self._wire is not None:  # behind what is received
-            sent = view(self._received, self._wire, values.numel(), values.numel()).view(split.ranks, -1)
-            sent.copy_(values.view(split.ranks, -1))
-        received = view(self._received, sent.dtype, 0, sent.numel()).view(split.ranks, -1)
-        channel.exchange(call, sent, received, split.rank)
+    def _sum(
+        self, call: Call, unit: Unit, dtype: torch.dtype, values: torch.Tensor | None, gives: Sequence[bool]
+    ) -> torch.Tensor:
+        """This rank's share of the average of all ranks' ``values``, in fp32: those of them that have any (``gives``).
+        See Note [The sum]."""
+        channel, split, count = self._ranks.passes, self._ranks.split, unit.layout.numel
+        dtype = self._wire or dtype
+        sent = None if values is None else values.view(split.ranks, -1)
+        if sent is not None and self._wire is not None:  # behind what is received
+            sent = view(self._received, dtype, count, count).view(split.ranks, -1).copy_(sent)
+        received = view(self._received, dtype, 0, count).view(split.ranks, -1)
+        channel.exchange(call, sent, received, split.rank, gives=gives)
         total = view(self._total, torch.float32, 0, unit.share.count)
-        rows = [sent[rank] if rank == split.rank else received[rank] for rank in range(split.ranks)]
-        total.copy_(rows[0])
+        rows = [
+            sent[rank] if sent is not None and rank == split.rank else received[rank]
+            for rank, gave in enumerate(gives)
+            if gave
+        ]
+        total.copy_(rows[0]) if rows else total.zero_()
         for row in rows[1:]:
             total += row
         if split.replicas > 1:
             total = self._add_copies(call, total)
-        total /= self._ranks.total
+        total /= channel.active if self.by_active else self._ranks.total
         return total
 
     def _add_copies(self, call: Call, total: torch.Tensor) -> torch.Tensor:

@@ -222,6 +222,10 @@ class Residency:
             finally:
                 self.unhold(unit)
 
+    def forget(self) -> None:
+        """Learn anew in which order units are used."""
+        self._schedule = Schedule()
+
     def is_stale(self, unit: Unit) -> bool:
         """The weights at home are new: must compute memory be filled again now?"""
         return self.is_resident(unit)

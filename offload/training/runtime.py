@@ -76,6 +76,7 @@ class Runtime:
         self.units, self.device, self.tiers, self.lanes = parts.units, parts.device, parts.tiers, parts.lanes
         self.state, self.gradients = parts.state, parts.gradients
         self.closed = False
+        self.joined: list[Any] | None = None  # the optimizers, inside `offload.join`
         self.handles: list[Any] = []  # of the hooks on the model
         self._residency = parts.residency
         self._frames: list[Frame] = []

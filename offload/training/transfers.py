@@ -46,17 +46,29 @@ class Transfers:
 
     def _gather(self, unit: Unit) -> None:
         """This rank's share from its home, and the others' from theirs. On the channel's thread."""
+        self._read_share(unit, unit.kept_bytes(unit.region.flat))
+        rows = unit.region.flat[: unit.nbytes].view(self._ranks.split.ranks, -1)
+        call = Call(Kind.GATHER, unit.index, rows.numel(), flag=1)
+        takes = self._ranks.row(self._ranks.passes.agree(call))
+        self._ranks.passes.gather(call, rows, self._ranks.split.rank, takes=takes)
+
+    def lend(self, unit: Unit, memory: torch.Tensor) -> None:
+        """This rank's share to the others, by way of host ``memory``. On the channel's thread."""
+        mine = memory[: unit.kept.count * unit.dtype.itemsize]
+        self._read_share(unit, mine)
+        split = self._ranks.split
+        call = Call(Kind.GATHER, unit.index, unit.nbytes, flag=0)
+        takes = self._ranks.row(self._ranks.passes.agree(call))
+        self._ranks.passes.exchange(call, mine.expand(split.ranks, -1), None, split.rank, takes=takes)
+
+    def _read_share(self, unit: Unit, target: torch.Tensor) -> None:
         self.settled(unit)
-        home, mine = unit.home, unit.kept_bytes(unit.region.flat)
+        home = unit.home
         if isinstance(home, SwapHome):
-            home.read(mine).wait()
+            home.read(target).wait()
         else:
             assert isinstance(home, HostHome | ComputeHome)
-            mine.copy_(home.buffer[: mine.numel()])
-        rows = unit.region.flat[: unit.nbytes].view(self._ranks.split.ranks, -1)
-        call = Call(Kind.GATHER, unit.index, rows.numel())
-        self._ranks.passes.agree(call)
-        self._ranks.passes.gather(call, rows, self._ranks.split.rank)
+            target.copy_(home.buffer[: target.numel()])
 
     def fetch_rows(self, unit: Unit, region: Region, first: int, last: int) -> torch.Tensor:
         """Rows ``[first, last)`` of a one-matrix unit into a small region; waits, and returns them as a matrix."""

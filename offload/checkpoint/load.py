@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
@@ -14,7 +15,7 @@ from torch import nn
 
 from offload.checkpoint.dtypes import ALL
 from offload.checkpoint.manifest import Manifest, read_manifest
-from offload.checkpoint.save import SLOTS, named_buffers, rng_key
+from offload.checkpoint.save import SLOTS, named_buffers, python_rng_key, rng_key
 from offload.checkpoint.shards import Shards, Stored
 from offload.errors import CheckpointError
 from offload.progress import through
@@ -81,7 +82,11 @@ def _load(
         torch.set_rng_state(reader.get(key))
     if "rng:device" in manifest.tensors:
         runtime.device.set_rng_state(reader.get("rng:device"))
-    if manifest.python_random is not None:
+    number = runtime.parts.ranks.number
+    if number and python_rng_key(number) in manifest.tensors:
+        version, *state, gauss = reader.get(python_rng_key(number)).tolist()
+        random.setstate((int(version), tuple(int(n) for n in state), None if math.isnan(gauss) else gauss))
+    elif not number and manifest.python_random is not None:
         version, state, gauss = manifest.python_random
         random.setstate((version, tuple(state), gauss))
 

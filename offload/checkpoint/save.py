@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import random
 import shutil
 from collections.abc import Iterator, Sequence
@@ -227,6 +228,9 @@ def _other_entries(runtime: Runtime, model: nn.Module) -> Iterator[Entry]:
         yield entry_of(f"buffer:{name}", value)
     for rank, generator in enumerate(runtime.parts.ranks.states(torch.get_rng_state())):
         yield entry_of(rng_key(rank), generator)
+    for rank, generator in enumerate(runtime.parts.ranks.states(_python_generator())):
+        if rank:  # that of the first is in the manifest
+            yield entry_of(python_rng_key(rank), generator)
     device_state = runtime.device.rng_state()
     if device_state is not None:
         yield entry_of("rng:device", device_state)
@@ -235,6 +239,17 @@ def _other_entries(runtime: Runtime, model: nn.Module) -> Iterator[Entry]:
 def rng_key(rank: int) -> str:
     """The generator of the host, of each rank."""
     return f"rng:cpu:{rank}" if rank else "rng:cpu"
+
+
+def python_rng_key(rank: int) -> str:
+    """Python's generator, of each rank but the first: version, state, and the next Gaussian (NaN: none)."""
+    return f"rng:python:{rank}"
+
+
+def _python_generator() -> torch.Tensor:
+    version, state, gauss = random.getstate()
+    numbers = [version, *state, math.nan if gauss is None else gauss]
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")  # of 32 bits, which it holds exactly
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

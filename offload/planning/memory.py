@@ -19,6 +19,7 @@ from offload.sharding.placement import Demand, DoesNotFit, Placement, UnitSize, 
 from offload.sizes import PAGE, parse_size, round_up
 from offload.storage.checksum import GRANULE, note_bytes
 from offload.training.gradients import gradient_dtype
+from offload.training.shares import SUMMED
 from offload.training.spill import ARRIVING_BUFFERS, READING_BUFFERS
 from offload.training.state import state_bytes
 
@@ -198,8 +199,9 @@ def reduction_bytes(
             wire = config.reduce_dtype or kept
             copies = 1 if config.reduce_dtype is None else 2  # one of them in the wire dtype, to be sent
             received = max(received, round_up(copies * layout.numel * wire.itemsize))
-            rows = 1 + (split.replicas if split.replicas > 1 else 0)
-            total = max(total, round_up(rows * layout.share(split).count * torch.float32.itemsize))
+            share = layout.share(split).count
+            summed = min(share, SUMMED) if split.replicas == 1 else (1 + split.replicas) * share
+            total = max(total, round_up(summed * torch.float32.itemsize))
             whole = max(whole, round_up(layout.numel * kept.itemsize))
     return received, total, 0 if split.stage == 1 else WHOLE_GRADIENTS * whole
 

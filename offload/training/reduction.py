@@ -9,13 +9,13 @@ where some parameters or whole units were not used, on some ranks or on all.
 
 # Note [The sum]
 Rank r receives the r-th part of every rank's gradient and adds them in fp32 in the order of the ranks, then divides by
-their number: the same bits in each stage, whatever the network.
+their number: the same bits in each stage, whatever the network. Who has no gradient of a unit sends none.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -27,7 +27,7 @@ from offload.storage.device import Device
 from offload.storage.memory import view
 from offload.storage.ticket import Ticket
 from offload.training.gradients import Gradients
-from offload.training.shares import Local, ReductionMemory, ShareBuffer
+from offload.training.shares import SUMMED, Local, ReductionMemory, ShareBuffer
 from offload.training.split_gradient import SplitGradient, refusal, stand_in
 from offload.training.steps import Waiting, unmeasured
 from offload.training.transfers import Transfers
@@ -183,13 +183,13 @@ class ReducedGradients(Gradients):
                 local.values[slot.offset + (slot.numel if here else 0) : slot.end] = 0
             local.values[unit.layout.used :] = 0
         values = None if local is None else local.values
-        self._store(buffer, self._sum(call, unit, buffer.dtype, values, self._ranks.row(flags)), anywhere)
+        rows = self._exchange(call, unit, buffer.dtype, values, self._ranks.row(flags))
+        self._store(buffer, self._averages(call, unit, rows), anywhere)
 
-    def _sum(
+    def _exchange(
         self, call: Call, unit: Unit, dtype: torch.dtype, values: torch.Tensor | None, gives: Sequence[bool]
-    ) -> torch.Tensor:
-        """This rank's share of the average of all ranks' ``values``, in fp32: those of them that have any (``gives``).
-        See Note [The sum]."""
+    ) -> list[torch.Tensor]:
+        """This rank's share of the ``values`` of those ranks that have any (``gives``)."""
         channel, split, count = self._ranks.passes, self._ranks.split, unit.layout.numel
         dtype = self._wire or dtype
         sent = None if values is None else values.view(split.ranks, -1)
@@ -197,19 +197,27 @@ class ReducedGradients(Gradients):
             sent = view(self._received, dtype, count, count).view(split.ranks, -1).copy_(sent)
         received = view(self._received, dtype, 0, count).view(split.ranks, -1)
         channel.exchange(call, sent, received, split.rank, gives=gives)
-        total = view(self._total, torch.float32, 0, unit.share.count)
-        rows = [
+        return [
             sent[rank] if sent is not None and rank == split.rank else received[rank]
             for rank, gave in enumerate(gives)
             if gave
         ]
-        total.copy_(rows[0]) if rows else total.zero_()
-        for row in rows[1:]:
-            total += row
-        if split.replicas > 1:
-            total = self._add_copies(call, total)
-        total /= channel.active if self.by_active else self._ranks.total
-        return total
+
+    def _averages(self, call: Call, unit: Unit, rows: Sequence[torch.Tensor]) -> Callable[[slice], torch.Tensor]:
+        """Their average in fp32, of a piece of at most ``SUMMED`` elements: it stays in a cache until it is stored. See
+        Note [The sum]."""
+        divisor = self._ranks.passes.active if self.by_active else self._ranks.total
+        whole = None
+        if self._ranks.split.replicas > 1:
+            whole = self._add_copies(call, _added(rows, view(self._total, torch.float32, 0, unit.share.count)))
+
+        def average(at: slice) -> torch.Tensor:
+            if whole is not None:
+                return whole[at].div_(divisor)
+            total = view(self._total, torch.float32, 0, at.stop - at.start)
+            return _added([row[at] for row in rows], total).div_(divisor)
+
+        return average
 
     def _add_copies(self, call: Call, total: torch.Tensor) -> torch.Tensor:
         split = self._ranks.split
@@ -224,16 +232,19 @@ class ReducedGradients(Gradients):
         return total
 
     @staticmethod
-    def _store(buffer: ShareBuffer, average: torch.Tensor, anywhere: list[bool]) -> None:
+    def _store(buffer: ShareBuffer, average: Callable[[slice], torch.Tensor], anywhere: list[bool]) -> None:
         """Add to what earlier passes left, member by member where only some have."""
-        share, start = buffer.flat, buffer.unit.share.start
-        if buffer.carried is not None:
-            share.copy_(buffer.carried)
-            buffer.carried = None
+        share, start, carried = buffer.flat, buffer.unit.share.start, buffer.carried
         for index, here in enumerate(buffer.present):
-            part = buffer.span(index)
-            at = slice(part.start - start, part.end - start)
-            buffer.sums[index] = native.accumulate_(share[at], average[at], add=here)
+            squares, part = 0.0, buffer.span(index)
+            for first in range(part.start - start, part.end - start, SUMMED):
+                at = slice(first, min(first + SUMMED, part.end - start))
+                new = average(at)
+                if carried is not None:  # only now: in stage 1 this rank's own gradient was here
+                    share[at].copy_(carried[at])
+                squares = native.accumulate_(share[at], new, add=here, start=squares)
+            buffer.sums[index] = squares
+        buffer.put_down()
         torch.autograd.graph.increment_version(share)
         buffer.present = [a or b for a, b in zip(buffer.present, anywhere, strict=True)]
         buffer.expected = [i for i, here in enumerate(anywhere) if here]
@@ -273,6 +284,19 @@ class ReducedGradients(Gradients):
             buffer.ticket = None
         buffer.present[index] = buffer.arrived[index] = False
         buffer.promised.discard(index)
+
+
+def _added(rows: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    """``out`` (fp32) becomes the sum of ``rows``, in their order."""
+    if len(rows) > 1 and rows[0].dtype is out.dtype:
+        torch.add(rows[0], rows[1], out=out)
+        rest = rows[2:]
+    else:
+        out.copy_(rows[0]) if rows else out.zero_()
+        rest = rows[1:]
+    for row in rest:
+        out += row
+    return out
 
 
 def _is_frozen(buffer: ShareBuffer) -> bool:

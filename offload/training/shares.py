@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 
 import torch
 
+from offload.errors import BudgetError
 from offload.sharding.allocation import Allocation
 from offload.sharding.layout import Span, Split
 from offload.sharding.unit import Unit
@@ -16,6 +17,7 @@ from offload.storage.ticket import Ticket
 from offload.training.gradient_buffer import GradientBuffer, Memory
 from offload.training.waiting import Settles
 
+SUMMED = 1 << 16  # elements of gradients that are summed at a time
 _UNREDUCED = "unreduced gradients"  # kind of memory
 
 Whole = Callable[[int], AbstractContextManager[torch.Tensor]]
@@ -58,14 +60,21 @@ class ShareBuffer(GradientBuffer):
     """The gradients of one unit: this rank's share of their average, and whole ones that are not averaged yet.
 
     ``allocate`` makes the memory of the share. ``keeps_whole``: stage 1, where the whole stays and the share lies in
-    it.
+    it; ``more`` is then memory for a share of earlier passes.
     """
 
     def __init__(
-        self, unit: Unit, dtype: torch.dtype, allocate: Callable[[], Memory], whole: Whole, keeps_whole: bool
+        self,
+        unit: Unit,
+        dtype: torch.dtype,
+        allocate: Callable[[], Memory],
+        whole: Whole,
+        keeps_whole: bool,
+        more: Whole,
     ) -> None:
         super().__init__(unit, dtype, allocate)
-        self._whole, self.keeps_whole = whole, keeps_whole
+        self._whole, self.keeps_whole, self._more = whole, keeps_whole, more
+        self._carrying = ExitStack()  # the memory of what is carried
         self._local: Local | None = None
         self.arrived = [False] * len(unit.members)
         self.fresh: set[int] = set()  # of these, those that came since gradients are averaged again
@@ -102,7 +111,18 @@ class ShareBuffer(GradientBuffer):
     def carry(self) -> None:
         """Stage 1: what is averaged already gets memory of its own: whole gradients are about to come where it is."""
         if self.keeps_whole and any(self.present) and self.carried is None:
-            self.carried = self.flat.clone()
+            try:
+                memory = self._carrying.enter_context(self._more(self.flat.nbytes))
+            except BudgetError as error:
+                raise BudgetError(
+                    f"{error}; or accumulate inside offload.no_sync(model), which needs no more memory"
+                ) from None
+            self.carried = view(memory, self.dtype, 0, self.flat.numel()).copy_(self.flat)
+
+    def put_down(self) -> None:
+        """What was carried is in the share again."""
+        self.carried = None
+        self._carrying.close()
 
     def span(self, index: int) -> Span:
         """What of member ``index``'s gradient lies in this rank's share; often empty."""
@@ -137,4 +157,5 @@ class ReductionMemory:
             lambda: Memory(allocation.gradient(tier, unit.share.count * dtype.itemsize)),
             (lambda nbytes: nullcontext(allocation.gradient(tier, nbytes))) if stays else self._whole,
             stays,
+            lambda nbytes: allocation.one_more(nbytes, _UNREDUCED),
         )

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.errors import OffloadError, RankMismatchError
+from offload.errors import BudgetError, OffloadError, RankMismatchError
 from tests.ranks import Lost, on_ranks
 
 STEPS, ROWS, WORDS = 4, 2, 50
@@ -515,8 +515,36 @@ def partly_frozen(rank: int, ranks: int, stage: int) -> Any:
 
 def test_frozen_units_have_no_turn_and_accumulating_needs_no_more_memory() -> None:
     by_stage = [on_ranks(2, partly_frozen, 2, stage) for stage in (1, 2, 3)]
-    for results in by_stage:
+    for stage, results in enumerate(by_stage, start=1):
         for weights, pool, most in results:
-            assert most == pool
+            assert most == pool if stage > 1 else most > pool == 0  # in stage 1, shares of the first pass
             for name, value in by_stage[1][0][0].items():
                 torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+
+
+def carrying(rank: int) -> Any:
+    """A second pass in stage 1 with room for the shares of the first, and without."""
+    plan = offload.plan(Net(), tiers=["gpu", "cpu"], ranks=2, device="cpu", zero_stage=1, budgets={"gpu": "1MiB"})
+    found = []
+    for more in (0, 1 << 20):
+        budget = sum(plan.tiers["cpu"].by_kind.values()) + more
+        model = offload.wrap(made(), ["gpu", "cpu"], budgets={"gpu": "1MiB", "cpu": budget}, zero_stage=1)
+        optimizer = offload.AdamW(model.parameters(), lr=1e-2)
+        model(batches(1)[0]).backward()
+        try:
+            model(batches(1)[1]).backward()
+        except BudgetError as error:
+            found.append(str(error))
+            offload.unwrap(model)
+            continue
+        held = offload.stats(model).tiers["cpu"].by_kind["unreduced gradients"]
+        optimizer.step()
+        found.append((held, offload.stats(model).tiers["cpu"].by_kind["unreduced gradients"]))
+    return found
+
+
+def test_shares_of_earlier_passes_are_counted_in_stage_1() -> None:
+    for error, (held, after) in on_ranks(2, carrying):
+        assert "or accumulate inside offload.no_sync(model)" in error
+        assert after == 0
+        assert held > 0

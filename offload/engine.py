@@ -145,8 +145,8 @@ def wrap(
             if ready is None:
                 undo.callback(compute.close)
             settled = with_compute_dtype(chosen, compute.torch_device.type != "cpu")
-            agree(model, settled, compute, ranks)
-            ranks.divide(settled.zero_stage, compute.host_visible)
+            agree(model, settled, ranks)
+            ranks.divide(settled.zero_stage)
             with first_generator(model, ranks):
                 runtime = _Builder(model, settled, compute, lanes, source, ranks).build()
         undo.pop_all()
@@ -369,10 +369,14 @@ class _Builder:
         homes = list(zip(parts.units, plan.placement.gradients, strict=True))
         dtypes = [gradient_dtype(unit.dtype, config.grad_dtype) for unit in parts.units]
         if not ranks.alone:
-            received, total, unreduced = reduction_bytes(plan.cut, plan.layouts, config, ranks.split)
+            visible = self._device.host_visible
+            received, total, unreduced = reduction_bytes(plan.cut, plan.layouts, config, ranks.split, visible)
             memory = ReductionMemory(allocation, received, total, unreduced // WHOLE_GRADIENTS, WHOLE_GRADIENTS)
+            parts.transfers.scratch = memory.received
             shares = [memory.share(*home, dtype, ranks.split) for home, dtype in zip(homes, dtypes, strict=True)]
-            return ReducedGradients(self._device, shares, ranks, config.reduce_dtype, memory, waiting)
+            return ReducedGradients(
+                self._device, shares, ranks, config.reduce_dtype, memory, waiting, parts.gradient_thread
+            )
         flat = GradientMemory(allocation.gradient)
 
         def buffer(unit: Unit, tier: str, dtype: torch.dtype) -> GradientBuffer | SpilledBuffer:

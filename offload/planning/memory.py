@@ -134,6 +134,11 @@ def _plan(
     loading: _Loading,
     split: Split,
 ) -> MemoryPlan:
+    if config.tiers == ("gpu",) and not _state_with_weights(split, host_visible):
+        raise ConfigError(
+            "tiers: expected 'cpu' or 'nvme' for the optimizer state of several ranks with an accelerator, whose "
+            "gradients and new weights cross the network by way of host memory, found only 'gpu'; add one of them"
+        )
     budgets = {"cpu": sys.maxsize, **budgets}  # where cpu is no tier, what gradients need there is not in question
     cut = partition(model, config.dtype, largest_unit(budgets["gpu"], split))
     _check_dtypes(cut)
@@ -155,7 +160,8 @@ def _plan(
         arriving=largest,
         summing=(3 if host_visible else 1) * largest,  # see docs/decisions/0004
         may_spill=split.alone,
-        reducing=sum(reduction_bytes(cut, layouts, config, split)),
+        state_with_weights=_state_with_weights(split, host_visible),
+        reducing=sum(reduction_bytes(cut, layouts, config, split, host_visible)),
         notes=sum(
             note_bytes(nbytes, granule)
             for size in units
@@ -186,14 +192,16 @@ WHOLE_GRADIENTS = 3  # of a unit: one being filled, two being averaged
 
 
 def reduction_bytes(
-    cut: Partition, layouts: Sequence[FlatLayout], config: WrapConfig, split: Split
+    cut: Partition, layouts: Sequence[FlatLayout], config: WrapConfig, split: Split, host_visible: bool
 ) -> tuple[int, int, int]:
-    """Host bytes for averaging gradients over ranks: what is received, the fp32 sum, and gradients of whole units that
-    are not averaged yet (in stage 1 these stay, as gradients)."""
+    """Host bytes for averaging gradients over ranks: what is received (on an accelerator, weights too), the fp32 sum,
+    and gradients of whole units that are not averaged yet (in stage 1 these stay, as gradients)."""
     if split.alone:
         return 0, 0, 0
     received = total = whole = 0
     for plan, layout in zip(cut.units, layouts, strict=True):
+        if not host_visible:
+            received = max(received, round_up(layout.numel * plan.dtype.itemsize))
         if plan.dtype.is_floating_point:  # what is frozen may be unfrozen
             kept = gradient_dtype(plan.dtype, config.grad_dtype)
             wire = config.reduce_dtype or kept
@@ -204,6 +212,11 @@ def reduction_bytes(
             total = max(total, round_up(summed * torch.float32.itemsize))
             whole = max(whole, round_up(layout.numel * kept.itemsize))
     return received, total, 0 if split.stage == 1 else WHOLE_GRADIENTS * whole
+
+
+def _state_with_weights(split: Split, host_visible: bool) -> bool:
+    """May optimizer state and gradients be on the gpu tier? What ranks exchange passes through host memory."""
+    return split.alone or host_visible
 
 
 def tile_bytes(plan: UnitPlan, budget: int) -> int:
@@ -271,7 +284,7 @@ def _possible_blocks(cut: Partition, layouts: Sequence[FlatLayout]) -> list[Span
 
 
 def _delivered(units: Sequence[UnitSize], host_visible: bool) -> int:
-    sizes = [u.weights for u in units if not u.tile and (u.sharded or not host_visible)]
+    sizes = [u.weights if host_visible else u.window for u in units if not u.tile and (u.sharded or not host_visible)]
     return max(sizes, default=0 if host_visible else PAGE)
 
 

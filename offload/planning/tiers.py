@@ -113,7 +113,7 @@ def _tiers(plan: MemoryPlan, budgets: Mapping[str, int], host_visible: bool, con
     add("cpu", "staging", staging + delivery + pieces)
     add("cpu", "checksums", plan.notes())
     if not plan.split.alone:
-        received, total, unreduced = reduction_bytes(plan.cut, plan.layouts, config, plan.split)
+        received, total, unreduced = reduction_bytes(plan.cut, plan.layouts, config, plan.split, host_visible)
         add("cpu", "collectives", max(received, PAGE) + max(total, PAGE))
         add("cpu", "unreduced gradients", unreduced)
     looked_at = plan.demand.arriving if placed.spills else 0  # a whole gradient of those on disk, as p.grad shows it

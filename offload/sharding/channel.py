@@ -76,6 +76,7 @@ _WORDS = {
     Kind.JOIN: "enter offload.join(...)",
     Kind.FOLLOW: "follow the others, without batches",
 }
+_FAILED = -1  # a flag
 _NOT_FOLLOWED = (Kind.READ, Kind.TEXT, Kind.END, Kind.WRAP)
 
 
@@ -129,13 +130,16 @@ class Channel:
                 )
             self._collect_texts(call, call.note)
         elif (heard.kind, heard.unit, heard.number) != (call.kind, call.unit, call.number):
-            self._error = RankMismatchError(
-                f"expected this rank to follow the others, which {self._about(heard.kind, heard.unit)}, found that it "
-                f"is to {self._about(call.kind, call.unit)} in step {self.steps}; give offload.join the same model and "
-                "optimizers on every rank"
+            self._heard = heard  # the others still wait for this rank
+            raise OffloadError(
+                f"offload.join: expected this rank to {self._about(heard.kind, heard.unit)} as the others do, found "
+                f"that it is to {self._about(call.kind, call.unit)} in step {self.steps}; give offload.join the same "
+                "model and optimizers on every rank"
             )
-            raise self._error
-        return [int(flag) for flag in self.collect(call, torch.tensor([call.flag])).view(-1)]
+        flags = [int(flag) for flag in self.collect(call, torch.tensor([call.flag])).view(-1)]
+        if _FAILED in flags:
+            self._hear(call, [flag == _FAILED for flag in flags], "")
+        return flags
 
     def follow(self) -> Call | None:
         """What the others do next, in which this rank's next :meth:`agree` takes part; None if all follow."""
@@ -154,8 +158,9 @@ class Channel:
     def _announced(self, call: Call) -> list[tuple[int, ...]]:
         """What every rank announces, all of one mind."""
         rows = self._announce(call)
-        if any(row[1] == Kind.FAIL for row in rows):
-            self._hear(call, rows, "")
+        failed = [row[1] == Kind.FAIL for row in rows]
+        if any(failed):
+            self._hear(call, failed, "")
         said = {row[:4] for row in rows if not (self.joining and row[1] == Kind.FOLLOW)}
         if len(said) > 1 or len({row[0] for row in rows}) > 1:
             told = "; ".join(f"rank {r}: {self._say(row)}" for r, row in zip(self._members, rows, strict=True))
@@ -170,19 +175,24 @@ class Channel:
     def fail(self, why: str) -> None:
         """Let every other rank's next call raise RankMismatchError with ``why``. Waits for these calls."""
         call = Call(Kind.FAIL)
-        if self._error is None:
-            with suppress(RankMismatchError):
-                self._hear(call, self._announce(call), why)
+        if self._error is not None:
+            return
+        with suppress(RankMismatchError):
+            if self._heard is None:
+                failed = [row[1] == Kind.FAIL for row in self._announce(call)]
+            else:  # the others wait for this rank's flag
+                failed = [flag == _FAILED for flag in self.collect(call, torch.tensor([_FAILED])).view(-1).tolist()]
+            self._hear(call, failed, why)
 
     def _announce(self, call: Call) -> list[tuple[int, ...]]:
         said = [self._calls, call.kind, call.unit, call.number, call.flag]
         self._calls += 1
         return [tuple(row) for row in self.collect(call, torch.tensor(said, dtype=torch.int64, device="cpu")).tolist()]
 
-    def _hear(self, call: Call, rows: Sequence[tuple[int, ...]], why: str) -> NoReturn:
+    def _hear(self, call: Call, failed: Sequence[bool], why: str) -> NoReturn:
         """Some have failed. They say why, and the others nothing."""
-        found = zip(self._members, rows, self._collect_texts(call, why), strict=True)
-        told = "; ".join(f"rank {rank} failed with {text}" for rank, row, text in found if row[1] == Kind.FAIL)
+        found = zip(self._members, failed, self._collect_texts(call, why), strict=True)
+        told = "; ".join(f"rank {rank} failed with {text}" for rank, has_failed, text in found if has_failed)
         self._error = RankMismatchError(
             f"expected all ranks to {self._about(call.kind, call.unit)}, found that {told}. Mend that, and start all "
             "ranks again"
@@ -243,7 +253,7 @@ class Channel:
     def spread(self, call: Call, values: torch.Tensor, source: int) -> None:
         """Host ``values`` of rank number ``source`` of this share's group, to all of the group."""
         whose = self.groups.shard_members[source]
-        self._do(call, lambda: dist.broadcast(values, whose, group=self.groups.host_shard))
+        self._do(call, lambda: dist.broadcast(values, whose, group=self.groups.shard))
 
     def spread_first(self, call: Call, values: torch.Tensor) -> None:
         """Host ``values`` of the first of all ranks, to all."""
@@ -300,12 +310,12 @@ class Channel:
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups of one channel, with the ranks of this one's shares and of the copies of this one's share."""
+    """Process groups of one channel, all for host memory, with the ranks of this one's shares and of the copies of this
+    one's share."""
 
-    control: Any  # of all ranks, in host memory
+    control: Any  # of all ranks
     timeout: timedelta
     shard_members: Sequence[int]
     replica_members: Sequence[int]
     shard: Any = None
-    host_shard: Any = None
     replicas: Any = None

@@ -56,6 +56,7 @@ class Demand:
     summing: int = 0  # and for what autograd has at most of one, which is left free as far as it goes
     notes: int = 0  # host bytes for the checksums of all that may live on nvme
     may_spill: bool = True  # may gradients go to nvme?
+    state_with_weights: bool = True  # may optimizer state be on the gpu tier?
     reducing: int = 0  # host bytes for averaging gradients over ranks
 
 
@@ -128,7 +129,7 @@ class _Placer:
             weights = [w or self._take("gpu", u.weights) for w, u in zip(weights, units, strict=True)]
         # A state stays on the gpu with its weights and keeps its gradient there too, so the two are placed as one.
         whole = [
-            self._take("gpu", u.state + u.gradient) if u.gradient and w else None
+            self._take("gpu", u.state + u.gradient) if u.gradient and w and self._demand.state_with_weights else None
             for u, w in zip(units, weights, strict=True)
         ]
         gradients = [tier or "cpu" for tier in whole]

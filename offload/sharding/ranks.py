@@ -37,12 +37,12 @@ class Ranks:
             self.copy = groups.copy
             self._channels = [Channel(name, self._members, groups.control(), lanes) for name in _CHANNELS]
 
-    def divide(self, stage: int, host: bool) -> None:
-        """Open what model data moves on. ``host``: compute memory is host memory. Collective."""
+    def divide(self, stage: int) -> None:
+        """Open what model data moves on. Collective."""
         self.split = replace(self.split, stage=stage)
         for channel in self._channels:
             assert self._groups is not None
-            channel.groups = self._groups.divided(channel.groups, host)
+            channel.groups = self._groups.divided(channel.groups)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -206,25 +206,23 @@ class GroupMaker:
         """Groups with nothing but that of all ranks. Collective, as all of these."""
         columns = list(zip(*self.grid, strict=True))
         members = self.grid[self.copy], columns[self.rank]
-        return Groups(self._group([self._members], "gloo"), self._timeout, *members)
+        return Groups(self._group([self._members]), self._timeout, *members)
 
-    def divided(self, groups: Groups, host: bool) -> Groups:
-        """The others as well. ``host``: compute memory is host memory."""
-        one_copy = len(self.grid) == 1
-        host_shard = groups.control if one_copy else self._group(self.grid, "gloo")
-        shard = host_shard if host else self._group(self.grid, None)
+    def divided(self, groups: Groups) -> Groups:
+        """The others as well."""
+        if len(self.grid) == 1:
+            return replace(groups, shard=groups.control)
         columns = [list(column) for column in zip(*self.grid, strict=True)]
-        replicas = None if one_copy else self._group(columns, "gloo" if host else None)
-        return replace(groups, shard=shard, host_shard=host_shard, replicas=replicas)
+        return replace(groups, shard=self._group(self.grid), replicas=self._group(columns))
 
-    def _group(self, kinds: Sequence[list[int]], backend: str | None) -> Any:
+    def _group(self, kinds: Sequence[list[int]]) -> Any:
         """That of ``kinds`` with this rank. torch names groups by how many there were before, so every rank of the
         world makes all of them, in one order; ranks outside a part of the world cannot be asked to."""
         found, here, local = None, dist.get_rank(), not self._whole
         try:
             for ranks in kinds:
                 if self._whole or here in ranks:
-                    one = dist.new_group(ranks, timeout=self._timeout, backend=backend, use_local_synchronization=local)
+                    one = dist.new_group(ranks, timeout=self._timeout, backend="gloo", use_local_synchronization=local)
                     if here in ranks:
                         found = one
                         self._made.append(one)

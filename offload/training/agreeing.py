@@ -12,21 +12,15 @@ from torch import nn
 
 from offload.config import WrapConfig
 from offload.sharding.ranks import Ranks
-from offload.storage.device import Device
 
 _OWN = {"budgets", "swap_dirs", "swap_weights", "device", "threads", "backend", "pin", "write_budget"}  # may differ
 
 
-def agree(model: nn.Module, config: WrapConfig, device: Device, ranks: Ranks) -> None:
+def agree(model: nn.Module, config: WrapConfig, ranks: Ranks) -> None:
     """Raise RankMismatchError on every rank unless all have the same parameters and settings, and bring the first
     rank's weights and buffers to all of them (or compare them, if they are not to be synchronised)."""
     if ranks.alone:
         return
-    if not device.host_visible:
-        raise NotImplementedError(
-            f"several ranks train with compute memory that the host can see, found device {device.name!r}; "
-            "use device='cpu', or one rank"
-        )
     kinds = [
         f"parameter {name}: shape {tuple(p.shape)}, {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
         for name, p in model.named_parameters()

@@ -53,7 +53,7 @@ class Delivery:
             return home.buffer if isinstance(home, ComputeHome) else self._staging_buffer(unit, whole, writes)
         if unit.tile:
             return self._own_buffer(unit, whole)
-        if self._device.host_visible or isinstance(unit.blocks[0].home, ComputeHome):
+        if self._device.host_visible or (unit.blocks and isinstance(unit.blocks[0].home, ComputeHome)):
             return unit.region.flat if self._residency.claim(unit, whole, awaited) else None
         return self._staging_buffer(unit, whole, writes)
 

@@ -74,9 +74,9 @@ def join(
 
 
 def _take_part(runtime: Runtime, gradients: ReducedGradients, joined: Join, call: Call) -> None:
-    unit = runtime.units[call.unit]
+    unit, ranks = runtime.units[call.unit], runtime.parts.ranks
     if call.kind is Kind.GATHER:
-        gradients.lend(unit, runtime.parts.transfers)
+        ranks.passes.run(lambda: runtime.parts.transfers.lend(unit))
     elif call.kind is Kind.REDUCE:
         gradients.follow(unit)
     elif call.kind is Kind.FLUSH:
@@ -90,6 +90,6 @@ def _take_part(runtime: Runtime, gradients: ReducedGradients, joined: Join, call
         runtime.joined[number].follow(options)
         joined.steps += 1
     elif call.kind is Kind.STEP:  # which the others are about to refuse
-        runtime.parts.ranks.votes(0, Kind.STEP, call.number)
+        ranks.votes(0, Kind.STEP, call.number)
     else:
         raise OffloadError(f"offload.join: expected what a step consists of, found that the others {call.kind}")

@@ -26,11 +26,11 @@ from offload.sharding.unit import Unit
 from offload.storage.device import Device
 from offload.storage.memory import view
 from offload.storage.ticket import Ticket
+from offload.storage.worker import Worker
 from offload.training.gradients import Gradients
 from offload.training.shares import SUMMED, Local, ReductionMemory, ShareBuffer
 from offload.training.split_gradient import SplitGradient, refusal, stand_in
 from offload.training.steps import Waiting, unmeasured
-from offload.training.transfers import Transfers
 
 _NONE, _SOME, _ALL = 0, 1, 2  # of a unit's gradients that are here
 _UNDER_WAY = 2  # reductions, each of which holds a whole unit's gradients
@@ -48,8 +48,9 @@ class ReducedGradients(Gradients):
         wire: torch.dtype | None,
         memory: ReductionMemory,
         waiting: Waiting = unmeasured,
+        thread: Worker | None = None,
     ) -> None:
-        super().__init__(device, list(buffers), waiting)
+        super().__init__(device, list(buffers), waiting, thread=thread)
         self._shares, self._ranks, self._wire = buffers, ranks, wire
         self._received, self._total = memory.received, memory.total
         self._order = list(reversed(buffers))
@@ -72,7 +73,9 @@ class ReducedGradients(Gradients):
         buffer.carry()
         slot = unit.members[index].slot
         target = buffer.local.values[slot.offset : slot.offset + slot.numel].view(slot.shape)
-        if buffer.arrived[index]:
+        if not self._device.host_visible:
+            self._bring(buffer, index, target, gradient.contiguous(), buffer.arrived[index])
+        elif buffer.arrived[index]:
             target.add_(gradient)
         else:
             target.copy_(gradient)
@@ -109,7 +112,8 @@ class ReducedGradients(Gradients):
             self._reducing.popleft()
         local, arrived = buffer.take_local()
         trained = [m.parameter.requires_grad for m in buffer.unit.members]  # now: it may be frozen the next moment
-        buffer.ticket = self._ranks.passes.submit(lambda: self._average(buffer, local, arrived, trained))
+        landing = [ticket for ticket, _, name in self._under_way if name == buffer.unit.name]
+        buffer.ticket = self._ranks.passes.submit(lambda: self._average(buffer, local, arrived, trained, landing))
         self._reducing.append((buffer.ticket, buffer.unit.name))
 
     def wait(self) -> None:
@@ -125,6 +129,7 @@ class ReducedGradients(Gradients):
                     self._reduce(buffer)
             self._dirty = self._passing = False
         self._drain()
+        super().wait()  # all have landed, but are still known
 
     def _drain(self) -> None:
         while self._reducing:
@@ -151,14 +156,19 @@ class ReducedGradients(Gradients):
         self._drain()
         self._next, self._dirty, self._passing = 0, False, False
 
-    def lend(self, unit: Unit, transfers: Transfers) -> None:
-        """Send the share of the unit's weights that is here."""
-        self._ranks.passes.run(lambda: transfers.lend(unit, self._received))  # which is free while the channel does it
-
     # On the thread of the channel
 
-    def _average(self, buffer: ShareBuffer, local: Local | None, arrived: list[bool], trained: list[bool]) -> None:
+    def _average(
+        self,
+        buffer: ShareBuffer,
+        local: Local | None,
+        arrived: list[bool],
+        trained: list[bool],
+        landing: Sequence[Ticket],
+    ) -> None:
         try:
+            for ticket in landing:
+                ticket.wait()
             self._average_if_any(buffer, local, arrived, trained)
         finally:
             if local is not None and not buffer.keeps_whole:

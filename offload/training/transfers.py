@@ -28,6 +28,8 @@ class Transfers:
     def __init__(self, device: Device, staging: StagingPool | None, ranks: Ranks | None = None) -> None:
         self._device, self._staging, self._ranks = device, staging, ranks or Ranks()
         self._thread = Worker("offload-fetch")
+        # Host memory for a whole unit, which the channel of `passes` alone uses, for one thing at a time.
+        self.scratch: torch.Tensor | None = None
         self.settled: Callable[[Unit], None] = lambda unit: None  # waits until a sharded unit's home is up to date
 
     def fetch(self, unit: Unit) -> Ticket:
@@ -46,15 +48,19 @@ class Transfers:
 
     def _gather(self, unit: Unit) -> None:
         """This rank's share from its home, and the others' from theirs. On the channel's thread."""
-        self._read_share(unit, unit.kept_bytes(unit.region.flat))
-        rows = unit.region.flat[: unit.nbytes].view(self._ranks.split.ranks, -1)
+        flat, split = unit.region.flat[: unit.nbytes], self._ranks.split
+        whole = flat if self._device.host_visible else self._scratch()[: unit.nbytes]
+        rows = whole.view(split.ranks, -1)
+        self._read_share(unit, rows[split.rank])
         call = Call(Kind.GATHER, unit.index, rows.numel(), flag=1)
         takes = self._ranks.row(self._ranks.passes.agree(call))
-        self._ranks.passes.gather(call, rows, self._ranks.split.rank, takes=takes)
+        self._ranks.passes.gather(call, rows, split.rank, takes=takes)
+        if not self._device.host_visible:
+            self._device.upload(flat, whole).wait()
 
-    def lend(self, unit: Unit, memory: torch.Tensor) -> None:
-        """This rank's share to the others, by way of host ``memory``. On the channel's thread."""
-        mine = memory[: unit.kept.count * unit.dtype.itemsize]
+    def lend(self, unit: Unit) -> None:
+        """This rank's share to the others. On the channel's thread."""
+        mine = self._scratch()[: unit.kept.count * unit.dtype.itemsize]
         self._read_share(unit, mine)
         split = self._ranks.split
         call = Call(Kind.GATHER, unit.index, unit.nbytes, flag=0)
@@ -69,6 +75,10 @@ class Transfers:
         else:
             assert isinstance(home, HostHome | ComputeHome)
             target.copy_(home.buffer[: target.numel()])
+
+    def _scratch(self) -> torch.Tensor:
+        assert self.scratch is not None
+        return self.scratch
 
     def fetch_rows(self, unit: Unit, region: Region, first: int, last: int) -> torch.Tensor:
         """Rows ``[first, last)`` of a one-matrix unit into a small region; waits, and returns them as a matrix."""
@@ -112,15 +122,17 @@ class Transfers:
     def store(self, unit: Unit) -> None:
         """Compute memory to home, after a write by the user; returns when it is there."""
         home, flat = unit.home, unit.region.flat
-        if unit.sharded:
-            self.write(home, unit.kept_bytes(flat))
-        elif isinstance(home, HostHome):
-            self._device.download(home.buffer[: unit.nbytes], flat[: unit.nbytes]).wait()
+        flat = unit.kept_bytes(flat) if unit.sharded else flat
+        if isinstance(home, HostHome):
+            count = unit.kept.count * unit.dtype.itemsize
+            self._device.download(home.buffer[:count], flat[:count]).wait()
         elif isinstance(home, SwapHome):
             if self._device.host_visible:
                 home.write(flat).wait()
             else:
-                self._thread.submit(self._store_staged, home, unit.region).result()
+                self._thread.submit(self._store_staged, home, flat).result()
+        elif unit.sharded:
+            self.write(home, flat)
 
     def _fetch_staged(self, home: SwapHome, region: Region, offset: int = 0) -> None:
         pool, flat = self._pool(), region.flat[: min(region.nbytes, home.nbytes - offset)]
@@ -141,8 +153,8 @@ class Transfers:
             while under_way:
                 self._retire(under_way)
 
-    def _store_staged(self, home: SwapHome, region: Region) -> None:
-        pool, flat = self._pool(), region.flat
+    def _store_staged(self, home: SwapHome, flat: torch.Tensor) -> None:
+        pool = self._pool()
         for start in range(0, home.nbytes, pool.nbytes):
             size = min(pool.nbytes, home.nbytes - start)
             with pool.borrow() as buffer:

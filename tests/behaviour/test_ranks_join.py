@@ -143,9 +143,15 @@ def test_modules_that_only_ranks_without_batches_used_stay_as_they_are() -> None
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
+def no_memory(options: Any) -> None:
+    raise MemoryError("no host memory is left")
+
+
 def going_wrong(rank: int, what: str) -> str:
     model = wrapped(made(), tiers=["gpu"])
     optimizer = offload.AdamW(model.parameters(), lr=1e-2)
+    if what == "following" and rank == 1:
+        optimizer.follow = no_memory
     others = [offload.AdamW([model.norm.weight], lr=1e-2)] if what == "optimizer" else []
     try:
         with offload.join(model, optimizer) if rank or what != "alone" else contextlib.nullcontext():
@@ -158,7 +164,7 @@ def going_wrong(rank: int, what: str) -> str:
                 optimizer.zero_grad()
                 if what == "reading":
                     offload.state_dict(model, master=True)
-    except (OffloadError, ValueError) as error:
+    except (OffloadError, ValueError, MemoryError) as error:
         return f"{type(error).__name__}: {error}"
     return "ended"
 
@@ -167,6 +173,7 @@ def going_wrong(rank: int, what: str) -> str:
     ("what", "here", "there"),
     [
         ("exception", "ValueError: a bad batch", "rank 0 failed with ValueError: a bad batch"),
+        ("following", "rank 1 failed with MemoryError: no host", "MemoryError: no host memory is left"),
         ("reading", "do it after offload.join", "rank 0 failed with OffloadError: "),
         ("optimizer", "offload.join: expected every optimizer that steps inside", "offload.join: expected every"),
         ("alone", "rank 1: enter offload.join(...)", "rank 1: enter offload.join(...)"),

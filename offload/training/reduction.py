@@ -107,6 +107,7 @@ class ReducedGradients(Gradients):
             self._submit(buffer)
 
     def _submit(self, buffer: ShareBuffer) -> None:
+        buffer.settle()
         while self._reducing and (self._reducing[0][0].done() or len(self._reducing) >= _UNDER_WAY):
             self._wait_for(*self._reducing[0])
             self._reducing.popleft()

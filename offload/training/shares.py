@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
@@ -81,6 +82,7 @@ class ShareBuffer(GradientBuffer):
         self.expected: list[int] = []  # members that had a gradient on some rank the last time
         self.carried: torch.Tensor | None = None  # stage 1: the share of earlier passes, beside the whole
         self.ticket: Ticket | None = None
+        self._reader: weakref.ref[Settles] | None = None  # the last update
 
     @property
     def flat(self) -> torch.Tensor:
@@ -130,7 +132,14 @@ class ShareBuffer(GradientBuffer):
         return Span(slot.offset, slot.numel).overlap(share) or Span(share.start, 0)
 
     def promise(self, indices: Iterable[int], owner: Settles) -> None:
-        self.promised = set(indices)
+        self.promised, self._reader = set(indices), weakref.ref(owner)
+
+    def settle(self) -> None:
+        """Until no update reads the share: averages come also where this rank had no gradient of the unit."""
+        reader = None if self._reader is None else self._reader()
+        if self.promised and reader is not None:
+            reader.settle_unit(self.unit)
+            self.promised = set()
 
     def let_go(self, index: int) -> None:
         """Nobody can have kept it."""

@@ -63,10 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
     """For each of our engines a row of steps, of bytes held and of bytes sent."""
-    rows, lines = (
-        [],
-        ["| engine | ranks | held by a rank, MB | sent by a rank in a step, MB | s per step |", "|---" * 5 + "|"],
-    )
+    rows: list[Row] = []
+    lines = ["| engine | ranks | held by a rank, MB | sent by a rank in a step, MB | s per step |", "|---" * 5 + "|"]
     for ours, peer in PAIRS.items():
         found = _on_ranks(arguments.size, arguments.ranks, (ours, peer), arguments.rounds, arguments.steps)
         name, (mine, theirs) = f"{arguments.size}, {ours}", (found[ours], found[peer])

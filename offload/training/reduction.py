@@ -194,8 +194,8 @@ class ReducedGradients(Gradients):
                 local.values[slot.offset + (slot.numel if here else 0) : slot.end] = 0
             local.values[unit.layout.used :] = 0
         values = None if local is None else local.values
-        rows = self._exchange(call, unit, buffer.dtype, values, self._ranks.row(flags))
-        self._store(buffer, self._averages(call, unit, rows), anywhere)
+        shares = self._exchange(call, unit, buffer.dtype, values, self._ranks.row(flags))
+        self._store(buffer, self._averages(call, unit, shares), anywhere)
 
     def _exchange(
         self, call: Call, unit: Unit, dtype: torch.dtype, values: torch.Tensor | None, gives: Sequence[bool]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from offload.training.clipping import clip_grad_norm_
     from offload.training.inspect import gather, state_dict, stats
     from offload.training.joining import join
+    from offload.training.saving import PendingSave
     from offload.training.syncing import no_sync
     from offload.training.tracing import trace
 
@@ -32,6 +33,7 @@ __all__ = [
     "ConfigError",
     "Lion",
     "OffloadError",
+    "PendingSave",
     "RankMismatchError",
     "SwapError",
     "build_info",
@@ -68,6 +70,7 @@ _HOMES = {
     "training.clipping": "clip_grad_norm_",
     "training.inspect": "gather state_dict stats",
     "training.joining": "join",
+    "training.saving": "PendingSave",
     "training.syncing": "no_sync",
     "training.tracing": "trace",
 }

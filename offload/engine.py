@@ -61,6 +61,7 @@ from offload.training.readahead import ReadAhead
 from offload.training.reduction import ReducedGradients
 from offload.training.residency import Residency
 from offload.training.runtime import Runtime, attached, runtime_of_model
+from offload.training.saving import Saves
 from offload.training.shares import ReductionMemory
 from offload.training.spill import ARRIVING_BUFFERS, READING_BUFFERS, Spill, SpilledBuffer
 from offload.training.state import StateStore, state_bytes
@@ -159,11 +160,12 @@ def unwrap(model: Model) -> Model:
     """A plain module again: ordinary parameters with the trained values on the compute device, nothing left behind.
 
     Gradients that wait for an update stay in ``p.grad``, unless they are split over several ranks. The whole model must
-    fit in the compute device's memory.
+    fit in the compute device's memory. A save in the background is waited for.
     """
     runtime = runtime_of_model(model)
     runtime.undo_abandoned()
     runtime.settle()
+    runtime.parts.saves.join()
     runtime.parts.steps.flush()
     for handle in runtime.handles:
         handle.remove()
@@ -289,6 +291,7 @@ class _Builder:
         kind = GatheredResidency if any(plan.placement.sharded) else Residency
         residency = kind(units, tiers["gpu"], transfers, depth, eager_release=config.poison, waiting=steps.waiting)
         update_thread, gradient_thread = Worker("offload-update"), Worker("offload-gradients")
+        saves = Saves(steps.waiting)
 
         def close() -> None:
             residency.stop()
@@ -313,7 +316,14 @@ class _Builder:
             residency=residency,
             transfers=transfers,
             gradients=Gradients(device, []),
-            state=StateStore(allocation.one_more_state_block, staging, config.state_dtype, read_ahead.forget, ranks),
+            state=StateStore(
+                allocation.one_more_state_block,
+                staging,
+                config.state_dtype,
+                read_ahead.forget,
+                ranks,
+                saves.wait_for,
+            ),
             read_ahead=read_ahead,
             delivery_buffers=delivery,
             delivery=Delivery(device, residency, delivery, tiers["cpu"]),
@@ -321,6 +331,7 @@ class _Builder:
             update_thread=update_thread,
             gradient_thread=gradient_thread,
             steps=steps,
+            saves=saves,
             pinned=False,
             close=close,
         )

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.checkpoint.contents import SLOTS, named_buffers, python_rng_key, rng_key
 from offload.checkpoint.dtypes import ALL
 from offload.checkpoint.manifest import Manifest, read_manifest
-from offload.checkpoint.save import SLOTS, named_buffers, python_rng_key, rng_key
 from offload.checkpoint.shards import Shards, Stored
 from offload.errors import CheckpointError
 from offload.progress import through
@@ -40,6 +40,7 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Offl
     nothing has changed then.
     """
     runtime = runtime_of_model(model)
+    runtime.parts.saves.join()  # its end takes away the checkpoint before it
     runtime.undo_abandoned()
     runtime.settle()
     root, ranks = Path(path), runtime.parts.ranks

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+import copy
 import json
-import math
 import random
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload import timeline
+from offload.checkpoint.contents import Part, Source, contents
 from offload.checkpoint.files import make_directory, sync_directory
 from offload.checkpoint.manifest import (
     GENERATION,
@@ -27,20 +30,15 @@ from offload.checkpoint.manifest import (
     point_to,
     write_manifest,
 )
-from offload.checkpoint.together import Together
-from offload.checkpoint.writer import Entry, Written, entry_of, in_files
+from offload.checkpoint.reading import Background, Foreground
+from offload.checkpoint.together import Files, Together
 from offload.errors import ConfigError, OffloadError
+from offload.lanes import warn_once
 from offload.progress import through
-from offload.sharding.layout import Span
-from offload.sharding.unit import Member, Unit
-from offload.training.inspect import weight_pieces
+from offload.sharding.unit import Unit
 from offload.training.optimizer import OffloadedOptimizer
-from offload.training.parameter import OffloadedParameter, ResidentParameter
 from offload.training.runtime import Runtime, runtime_of_model
-from offload.training.state import member_span
-
-SHARD = 1 << 30  # bytes of tensors in one file, unless one is larger
-SLOTS = ("master", "exp_avg", "exp_avg_sq")
+from offload.training.saving import PendingSave, finished
 
 
 def save_checkpoint(
@@ -50,7 +48,8 @@ def save_checkpoint(
     extra: Any = None,
     *,
     keep: int = 1,
-) -> None:
+    background: bool = False,
+) -> PendingSave:
     """Save all that training needs to go on to the bit: masters, moments, step counts, parameter groups, frozen
     weights, buffers, random generators (torch, Python), and ``extra`` (anything that JSON can hold).
 
@@ -59,35 +58,133 @@ def save_checkpoint(
     checkpoints stay, the older ones as ``path/gen-NNNNNN``, which loads too. Takes a few MiB of memory, however large
     the model is: state goes to the files piece by piece.
 
+    With ``background`` it returns once the update under way has ended, and a thread writes the same bytes while
+    training goes on; whoever is about to change what is not saved yet waits for that. ``wait()`` of what is returned
+    waits for the commit, and raises what went wrong; what nobody has heard by then, the next save raises. A second save
+    waits for the first, and so does the end of the program. Several ranks save in the foreground, which is said once.
+
     Collective: with several ranks all call it, and the first one writes.
 
     Raises CheckpointError or OSError if the disk refuses; the old checkpoint is then intact.
     """
     runtime = runtime_of_model(model)
+    saves = runtime.parts.saves
+    saves.finish()
     runtime.undo_abandoned()
     runtime.settle()
     _check_extra(extra)
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
         raise ConfigError(f"expected keep to be the number of checkpoints to keep, at least 1, found {keep!r}")
-    root = Path(path)
-    together = Together(runtime.parts.ranks)
-    found = together.first(lambda: _new_generation(root, keep))
-    folder, older = found or (root, {})
-    try:
-        manifest = _write(folder, runtime, model, optimizer, extra, together)
-        together.first(lambda: _commit(root, folder, manifest, older))
-        together.end()
-    except BaseException:
-        # What fails after the rename that commits must not take the new one away.
-        if found is not None and not names(root, folder):
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    if found is not None:
-        for old in root.glob(f"{GENERATION}*"):
-            if old != folder and old.name not in older:
+    why_not = _why_not(runtime) if background else ""
+    if why_not:
+        warn_once(f"a checkpoint is saved in the foreground, not in the background: {why_not}")
+    save = _Save(Path(path).absolute() if background else Path(path), keep, runtime, model, optimizer, extra)
+    if not background or why_not:
+        save.run(Foreground(runtime), through("saving the checkpoint", save.parts, lambda part: part.numel))
+        return finished(path)
+    save.take_what_changes()
+    return saves.start(path, save.units(), save.run_in_background)
+
+
+def _why_not(runtime: Runtime) -> str:
+    """Why a save cannot be in the background; empty if it can."""
+    if not runtime.parts.ranks.alone:
+        return "several ranks bring their parts together"
+    kept = next((unit.name for unit in runtime.units if unit.keep), "")
+    return f"a write to unit {kept!r} has not reached its home" if kept else ""
+
+
+class _Save:
+    """One new generation, from its folder to its commit."""
+
+    def __init__(
+        self,
+        root: Path,
+        keep: int,
+        runtime: Runtime,
+        model: nn.Module,
+        optimizer: OffloadedOptimizer | None,
+        extra: Any,
+    ) -> None:
+        self._root, self._runtime = root, runtime
+        self._together = Together(runtime.parts.ranks)
+        self._found = self._together.first(lambda: _new_generation(root, keep))
+        self._folder, self._older = self._found or (root, {})
+        with self._whole_or_gone():
+            files, self.parts = contents(runtime, model)
+            self._files = Files(self._folder, files, self._together)
+            self._manifest = _manifest(runtime, optimizer, extra)
+
+    def run(self, source: Source, parts: Iterable[Part]) -> None:
+        """Write all that these have, and commit it."""
+        with self._whole_or_gone():
+            with self._files as files:
+                for part in parts:
+                    part.write(files, source)
+                written = files.end()
+            self._runtime.parts.saves.require_whole()
+            manifest = replace(
+                self._manifest,
+                files=[FileEntry(name, w.nbytes, w.sha256) for name, w in written],
+                tensors={key: name for name, w in written for key in w.checksums},
+                checksums={key: crc for _, w in written for key, crc in w.checksums.items()},
+            )
+            self._together.first(lambda: _commit(self._root, self._folder, manifest, self._older))
+            self._together.end()
+        if self._found is not None:
+            self._tidy()
+
+    @contextmanager
+    def _whole_or_gone(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            # What fails after the rename that commits must not take the new one away.
+            if self._found is not None and not names(self._root, self._folder):
+                shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    def _tidy(self) -> None:
+        for old in self._root.glob(f"{GENERATION}*"):
+            if old != self._folder and old.name not in self._older:
                 shutil.rmtree(old, ignore_errors=True)
-        for stale in root.glob(f".{POINTER}.*.tmp"):  # of a save that was killed
+        for stale in self._root.glob(f".{POINTER}.*.tmp"):  # of a save that was killed
             stale.unlink(missing_ok=True)
+
+    # In the background
+
+    def units(self) -> list[Unit]:
+        """Those of which something is to be saved."""
+        return list(dict.fromkeys(part.unit for part in self.parts if part.unit is not None))
+
+    def take_what_changes(self) -> None:
+        """Buffers and generators, which training changes and nobody waits for: they go to the files at once."""
+        with self._whole_or_gone(), ExitStack() as on_error:
+            on_error.enter_context(self._files)
+            for part in self.parts:
+                if part.unit is None:
+                    part.write(self._files, Foreground(self._runtime))
+            on_error.pop_all()
+
+    def run_in_background(self) -> None:
+        """On the thread of a save."""
+        with self._runtime.device.computing():
+            self.run(Background(), self._by_need())
+
+    def _by_need(self) -> Iterator[Part]:
+        """The parts of units in the order in which the next update will change them, but first what is waited for."""
+        saves, backwards = self._runtime.parts.saves, self._runtime.early.active
+        left = [(part.unit, part) for part in self.parts if part.unit is not None]
+        left.sort(key=lambda one: -one[0].rank if backwards else one[0].rank)
+        while left:
+            wanted = saves.wanted()
+            unit, part = next((one for one in left if one[0] is wanted), left[0])
+            start = time.monotonic_ns()
+            yield part
+            timeline.add("save", unit.name, start, time.monotonic_ns())
+            left.remove((unit, part))
+            if all(other is not unit for other, _ in left):
+                saves.saved(unit)
 
 
 def _new_generation(root: Path, keep: int) -> tuple[Path, dict[str, str]]:
@@ -107,35 +204,8 @@ def _commit(root: Path, folder: Path, manifest: Manifest, older: dict[str, str])
     point_to(root, folder, older)
 
 
-def _write(
-    folder: Path,
-    runtime: Runtime,
-    model: nn.Module,
-    optimizer: OffloadedOptimizer | None,
-    extra: Any,
-    together: Together,
-) -> Manifest:
-    files: list[FileEntry] = []
-    where: dict[str, str] = {}
-    checksums: dict[str, int] = {}
-
-    def name() -> str:
-        return f"tensors-{len(files):05d}.safetensors"
-
-    def note(file: str, written: Written) -> None:
-        files.append(FileEntry(file, written.nbytes, written.sha256))
-        where.update(dict.fromkeys(written.checksums, file))
-        checksums.update(written.checksums)
-
-    found = list(_groups(runtime))
-    for group in through("saving the checkpoint", found, _elements):
-        entries = _state_entries(runtime, group)
-        numbers = range(len(files), len(files) + len(entries))
-        names = [f"tensors-{number:05d}.safetensors" for number in numbers]
-        for file, written in zip(names, _write_state(folder, names, entries, runtime, group, together), strict=True):
-            note(file, written)
-    for others in in_files(_other_entries(runtime, model), SHARD):
-        note(name(), together.write_file(folder / name(), others))
+def _manifest(runtime: Runtime, optimizer: OffloadedOptimizer | None, extra: Any) -> Manifest:
+    """What is so now, without the files."""
     members = {id(m.parameter): m for u in runtime.units for m in u.members}
     groups = None
     if optimizer is not None:
@@ -148,119 +218,20 @@ def _write(
         ]
     version, state, gauss = random.getstate()
     return Manifest(
-        files=files,
-        tensors=where,
+        files=[],
+        tensors={},
         steps={m.name: m.step for m in members.values()},
         groups=groups,
         algorithm=None if optimizer is None else type(optimizer).__name__,
         skipped_steps=0 if optimizer is None else optimizer.skipped_steps,
         python_random=[version, list(state), gauss],
-        extra=extra,
-        checksums=checksums,
+        extra=copy.deepcopy(extra),
         versions={"torch": torch.__version__},
     )
 
 
-def _elements(group: Sequence[tuple[Unit, Sequence[Member]]]) -> int:
-    return sum(member.slot.numel for _, members in group for member in members)
-
-
-def _groups(runtime: Runtime) -> Iterator[list[tuple[Unit, list[Member]]]]:
-    """Parameters with state, in runs of which one slot of state makes one file."""
-    group: list[tuple[Unit, list[Member]]] = []
-    size = 0
-    for unit in runtime.units:
-        for member in unit.members:
-            if not runtime.state.has(unit, member):
-                continue
-            nbytes = member.slot.numel * torch.float32.itemsize
-            if group and size + nbytes > SHARD:
-                yield group
-                group, size = [], 0
-            if not group or group[-1][0] is not unit:
-                group.append((unit, []))
-            group[-1][1].append(member)
-            size += nbytes
-    if group:
-        yield group
-
-
-def _state_entries(runtime: Runtime, group: Sequence[tuple[Unit, Sequence[Member]]]) -> list[list[Entry]]:
-    """By slot of state, a file each: so all are written in one pass over blocks that hold the three."""
-    dtypes = (torch.float32, runtime.state.dtype, runtime.state.dtype)
-    members = [member for _, mine in group for member in mine]
-    return [
-        [Entry(f"{kind}:{m.name}", dtype, m.slot.shape) for m in members]
-        for kind, dtype in zip(SLOTS, dtypes, strict=True)
-    ]
-
-
-def _write_state(
-    folder: Path,
-    names: Sequence[str],
-    entries: Sequence[Sequence[Entry]],
-    runtime: Runtime,
-    group: Sequence[tuple[Unit, Sequence[Member]]],
-    together: Together,
-) -> list[Written]:
-    with ExitStack() as stack:
-        files = [stack.enter_context(together.file(folder / n, e)) for n, e in zip(names, entries, strict=True)]
-        for unit, members in group:
-            span = Span(members[0].slot.offset, members[-1].slot.end - members[0].slot.offset)
-            for part, *state in runtime.state.pieces(unit, span):
-                for member in members:
-                    mine = member_span(member).overlap(part)
-                    if mine is not None:
-                        at = slice(mine.start - part.start, mine.end - part.start)
-                        for kind, values, file in zip(SLOTS, state, files, strict=True):
-                            file.put(f"{kind}:{member.name}", values[at])
-        return [file.commit() for file in files]
-
-
-def _other_entries(runtime: Runtime, model: nn.Module) -> Iterator[Entry]:
-    """Frozen weights, buffers and generators."""
-    for unit in runtime.units:
-        for member in unit.members:
-            if not runtime.state.has(unit, member):
-                pieces = functools.partial(weight_pieces, runtime, unit, member)
-                yield Entry(f"weight:{member.name}", unit.dtype, member.slot.shape, pieces)
-    for name, value in named_buffers(model):
-        yield entry_of(f"buffer:{name}", value)
-    for rank, generator in enumerate(runtime.parts.ranks.states(torch.get_rng_state())):
-        yield entry_of(rng_key(rank), generator)
-    for rank, generator in enumerate(runtime.parts.ranks.states(_python_generator())):
-        if rank:  # that of the first is in the manifest
-            yield entry_of(python_rng_key(rank), generator)
-    device_state = runtime.device.rng_state()
-    if device_state is not None:
-        yield entry_of("rng:device", device_state)
-
-
-def rng_key(rank: int) -> str:
-    """The generator of the host, of each rank."""
-    return f"rng:cpu:{rank}" if rank else "rng:cpu"
-
-
-def python_rng_key(rank: int) -> str:
-    """Python's generator, of each rank but the first: version, state, and the next Gaussian (NaN: none)."""
-    return f"rng:python:{rank}"
-
-
-def _python_generator() -> torch.Tensor:
-    version, state, gauss = random.getstate()
-    numbers = [version, *state, math.nan if gauss is None else gauss]
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu")  # of 32 bits, which it holds exactly
-
-
-def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The persistent buffers: what ``state_dict()`` holds beside parameters."""
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor) and not isinstance(value, OffloadedParameter | ResidentParameter):
-            yield name, value
-
-
 def _plain(value: Any) -> Any:
-    return float(value) if isinstance(value, torch.Tensor) else value
+    return float(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _check_extra(extra: Any) -> None:

@@ -88,3 +88,54 @@ class TogetherFile:
     ) -> None:
         if self._file is not None:
             self._file.close()
+
+
+class Files:
+    """The files of a checkpoint, by number: each begun with its first bytes and committed with its last. A context:
+    what was not committed by its end is not there."""
+
+    def __init__(self, folder: Path, files: Sequence[Sequence[Entry]], together: Together) -> None:
+        self._folder, self._files, self._together = folder, files, together
+        self._left = [sum(entry.nbytes for entry in entries) for entries in files]
+        self._open: dict[int, TogetherFile] = {}
+        self._written: dict[int, Written] = {}
+
+    @staticmethod
+    def name(number: int) -> str:
+        return f"tensors-{number:05d}.safetensors"
+
+    def put(self, number: int, key: str, values: torch.Tensor) -> None:
+        """See :meth:`TensorFile.put`."""
+        if number not in self._open:
+            self._begin(number)
+        self._open[number].put(key, values)
+        self._left[number] -= values.numel() * values.element_size()
+        if not self._left[number]:
+            self._commit(number)
+
+    def end(self) -> list[tuple[str, Written]]:
+        """All is written, also of files in which no tensor has a byte: their names, and what is known of them."""
+        for number in range(len(self._files)):
+            if number not in self._written:
+                if number not in self._open:
+                    self._begin(number)
+                self._commit(number)
+        return [(self.name(number), self._written[number]) for number in range(len(self._files))]
+
+    def _begin(self, number: int) -> None:
+        self._open[number] = self._together.file(self._folder / self.name(number), self._files[number])
+
+    def _commit(self, number: int) -> None:
+        with self._open[number] as file:
+            self._written[number] = file.commit()
+        del self._open[number]
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._open:
+            with self._open.popitem()[1]:
+                pass

@@ -1,11 +1,13 @@
 """Writing safetensors piece by piece: the header first, since names, types and sizes are known before the bytes are.
 
-A file is written aside, synced and renamed (rule R6). Its SHA-256, and the CRC-32 of each tensor, are made on the way.
+A file is written aside, synced and renamed (rule R6). Its SHA-256, and the CRC-32 of each tensor, are made on the way;
+where tensors come out of the order of the file, the SHA-256 of the rest is made by reading it once more.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -23,7 +25,7 @@ from offload.checkpoint.dtypes import NAMES
 from offload.checkpoint.files import naming, sync_directory
 from offload.errors import CheckpointError
 
-BUFFER = 1 << 20  # bytes in which small tensors gather
+BUFFER = 1 << 16  # bytes in which small tensors gather
 PIECE = 4 << 20  # bytes of a tensor on another device that come at a time
 
 
@@ -77,7 +79,8 @@ def in_files(entries: Iterable[Entry], limit: int) -> Iterator[list[Entry]]:
 
 
 class TensorFile:
-    """The file at ``path`` with these tensors, in this order. A context: without :meth:`commit` there is no file.
+    """The file at ``path`` with these tensors, laid out in this order; they may come in any. A context: without
+    :meth:`commit` there is no file.
 
     Raises CheckpointError naming the file if the disk refuses.
     """
@@ -85,26 +88,29 @@ class TensorFile:
     def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
         self._path, self._aside = path, path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self._left = {entry.key: entry.nbytes for entry in entries}
-        self._sha, self._nbytes = hashlib.sha256(), 0
+        header = _header(entries)
+        ends = itertools.accumulate((entry.nbytes for entry in entries), initial=len(header))
+        self._end = dict(zip(self._left, itertools.islice(ends, 1, None), strict=True))
+        self._nbytes = len(header) + sum(self._left.values())
+        self._sha, self._at, self._hashed = hashlib.sha256(), 0, 0  # bytes written up to, and in the SHA-256
         self._checksums = dict.fromkeys(self._left, 0)
         with naming(path):
-            self._file = self._aside.open("wb", buffering=BUFFER)
+            self._file = self._aside.open("w+b", buffering=BUFFER)
         try:
-            self._write(_header(entries))
+            self._write(header, 0)
         except BaseException:
             self.close()
             raise
 
     def put(self, key: str, values: torch.Tensor) -> None:
-        """The next values of the tensor ``key``, whose turn it is: flat and contiguous, on the host, of its dtype."""
+        """The next values of the tensor ``key``: flat and contiguous, on the host, of its dtype."""
         data = memoryview(values.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
-        while self._left and next(iter(self._left)) != key and not next(iter(self._left.values())):
-            del self._left[next(iter(self._left))]
-        if key not in self._left or next(iter(self._left)) != key or len(data) > self._left[key]:
-            raise AssertionError(f"{self._path}: {len(data)} bytes of {key!r} out of their turn")
-        self._left[key] -= len(data)
+        left = self._left.get(key, 0)
+        if len(data) > left:
+            raise AssertionError(f"{self._path}: {len(data)} bytes of {key!r}, which has room for {left}")
         self._checksums[key] = zlib.crc32(data, self._checksums[key])
-        self._write(data)
+        self._write(data, self._end[key] - left)
+        self._left[key] = left - len(data)
 
     def put_all(self, entries: Iterable[Entry]) -> None:
         """The values of these, as their ``pieces`` give them."""
@@ -115,8 +121,8 @@ class TensorFile:
     def commit(self) -> Written:
         """Sync the file, and give it its name."""
         self.finish()
-
         with naming(self._path):
+            self._hash_rest()
             os.fsync(self._file.fileno())
             self._file.close()
             os.replace(self._aside, self._path)
@@ -144,11 +150,24 @@ class TensorFile:
     ) -> None:
         self.close()
 
-    def _write(self, data: bytes | memoryview) -> None:
-        self._sha.update(data)
-        self._nbytes += len(data)
+    def _write(self, data: bytes | memoryview, at: int) -> None:
         with naming(self._path):
+            if at != self._at:
+                self._file.seek(at)
             self._file.write(data)
+        self._at = at + len(data)
+        if at == self._hashed:
+            self._sha.update(data)
+            self._hashed = self._at
+
+    def _hash_rest(self) -> None:
+        self._file.seek(self._hashed)
+        while self._hashed < self._nbytes:
+            data = self._file.read(min(PIECE, self._nbytes - self._hashed))
+            if not data:
+                raise OSError(f"expected {self._nbytes} bytes, found {self._hashed}")
+            self._sha.update(data)
+            self._hashed += len(data)
 
 
 def write_file(path: Path, entries: Sequence[Entry]) -> Written:

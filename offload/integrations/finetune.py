@@ -184,6 +184,7 @@ class FinetuneRun:
                 report.eval_loss["after"] = self._evaluate("after", stop)
             self._figures()
             with self._phase("save"):
+                self._saved()
                 if stop.asked() and config.checkpoints:
                     self._checkpoint()
                 else:
@@ -261,9 +262,10 @@ class FinetuneRun:
             )
             report.steps.append(figures)
             self.progress.step(figures)
+            self._saved(wait=False)
             if config.save_every and len(report.steps) % config.save_every == 0:
                 total()
-                self._checkpoint()
+                self._checkpoint(background=True)
         total()
 
     def _tell_writes(self) -> None:
@@ -278,16 +280,33 @@ class FinetuneRun:
                 f"swap: each step writes {format_size(per_step)}, {left} steps {per_step * left / 1e12:.3g} TB"
             )
 
-    def _checkpoint(self) -> bool:
-        """Save one; training goes on where the disk refuses it."""
-        start, phases = time.perf_counter(), self.report.phases
-        refusal = self.checkpoints.save(self.model, self.optimizer, self.scaler, self.report)
-        phases["checkpoints"] = phases.get("checkpoints", 0.0) + time.perf_counter() - start
-        if refusal:
-            self.progress.warn(refusal)
-        else:
+    def _checkpoint(self, background: bool = False) -> bool:
+        """Save one, once the one before has ended. False if the disk refused it, where training goes on."""
+        self._saved()
+        with self._saving():
+            self.checkpoints.begin(self.model, self.optimizer, self.scaler, self.report, background)
+        return self._saved(wait=not background)
+
+    def _saved(self, wait: bool = True) -> bool:
+        """Say how the save that was begun went, if it has ended; with ``wait``, after its end."""
+        if not self.checkpoints.begun:
+            return True
+        with self._saving():
+            outcome = self.checkpoints.end(self.report, wait)
+        if outcome:
+            self.progress.warn(outcome)
+        elif outcome is not None:
             self.progress.say(f"checkpoint of step {self.checkpoints.step} in {self.config.checkpoint_path}")
-        return not refusal
+        return not outcome
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Count the time as that of checkpoints."""
+        start, phases = time.perf_counter(), self.report.phases
+        try:
+            yield
+        finally:
+            phases["checkpoints"] = phases.get("checkpoints", 0.0) + time.perf_counter() - start
 
     def _out_of_writes(self, error: WriteBudgetError) -> WriteBudgetError:
         """Save what there is; returns the error to end with."""

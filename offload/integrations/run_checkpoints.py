@@ -18,6 +18,7 @@ from offload.integrations.run_report import LaneFigures, RunReport
 
 if TYPE_CHECKING:
     from offload.training.optimizer import OffloadedOptimizer
+    from offload.training.saving import PendingSave
 
 __all__ = ["Generators", "RunCheckpoints"]
 
@@ -48,6 +49,7 @@ class RunCheckpoints:
     def __init__(self, config: FinetuneConfig, blocks: Blocks, dtype: torch.dtype) -> None:
         self._config = config
         self.step: int | None = None
+        self._begun: tuple[int, PendingSave | Exception] | None = None  # the step of a save, and how it goes
         data = hashlib.sha256()
         for part in (blocks.train, blocks.held_out):
             values: Any = part.contiguous().view(torch.uint8).numpy()
@@ -92,17 +94,21 @@ class RunCheckpoints:
         self.step = run["step"]
         return run["step"]  # type: ignore[no-any-return]
 
-    def save(self, model: torch.nn.Module, optimizer: OffloadedOptimizer, scaler: Any, report: RunReport) -> str | None:
-        """Save one, at the end of a step. A disk that refuses changes nothing: returns what it said, otherwise None.
-
-        Raises:
-            SwapError: the state could not be read from swap space.
-        """
+    def begin(
+        self,
+        model: torch.nn.Module,
+        optimizer: OffloadedOptimizer,
+        scaler: Any,
+        report: RunReport,
+        background: bool = False,
+    ) -> None:
+        """Save one, at the end of a step, unless there is one of it. How that went, :meth:`end` tells, which comes
+        before the next."""
         import offload
 
         step = len(report.steps)
         if step == self.step:
-            return None
+            return
         run = {
             "step": step,
             "settings": self._settings,
@@ -114,9 +120,35 @@ class RunCheckpoints:
             "resumed_at": report.resumed_at,
             "measured": [report.measured_steps, report.sum_of_steps],
         }
-        config = self._config
+        path, keep = self._config.checkpoint_path, self._config.keep
         try:
-            offload.save_checkpoint(config.checkpoint_path, model, optimizer, {"finetune": run}, keep=config.keep)
+            save = offload.save_checkpoint(path, model, optimizer, {"finetune": run}, keep=keep, background=background)
+            self._begun = step, save
+        except (OSError, CheckpointError) as error:
+            self._begun = step, error
+
+    @property
+    def begun(self) -> bool:
+        """Has one been begun whose end nobody has heard?"""
+        return self._begun is not None
+
+    def end(self, report: RunReport, wait: bool = True) -> str | None:
+        """How the save that was begun went: empty if it is there, what the disk said if it refused, which changes
+        nothing; None if none has ended. With ``wait``, after its end.
+
+        Raises:
+            SwapError: the state could not be read from swap space.
+        """
+        if self._begun is None:
+            return None
+        step, save = self._begun
+        if not (wait or isinstance(save, Exception) or save.done()):
+            return None
+        self._begun = None
+        try:
+            if isinstance(save, Exception):
+                raise save
+            save.wait()
         except SwapError:  # which is an OSError, and no matter of this disk
             raise
         except (OSError, CheckpointError) as error:
@@ -125,7 +157,7 @@ class RunCheckpoints:
             report.failed_checkpoints.append(message)
             return message
         self.step = step
-        return None
+        return ""
 
 
 def _plain(value: float | None) -> float | str | None:

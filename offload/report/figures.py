@@ -27,6 +27,7 @@ _CAUSES = {
     "update": "the update of a unit",
     "gradient": "gradients on their way",
     "norm": "gradients read for their norm",
+    "save": "a checkpoint in the background",
 }
 _WHERE = {"gpu": "where it is computed", "cpu": "host memory", "nvme": "swap files on disk"}
 _BETWEEN = {"gpu": ("h2d", "d2h"), "cpu": ("nvme_read", "nvme_write")}  # lanes up and down, below each tier

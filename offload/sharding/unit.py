@@ -40,6 +40,14 @@ class StateBlock:
     home: Home
     dtype: torch.dtype = torch.float32
 
+    def places(self, span: Span) -> list[tuple[int, int]]:
+        """Where master, exp_avg and exp_avg_sq of ``span`` are in the record: first byte, and after the last."""
+        first, places = 0, []
+        for size in (torch.float32.itemsize, self.dtype.itemsize, self.dtype.itemsize):
+            places.append((first + size * (span.start - self.span.start), first + size * (span.end - self.span.start)))
+            first += size * self.span.count
+        return places
+
     def parts(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Master (fp32), exp_avg and exp_avg_sq of a record's bytes, with as many elements as the span."""
         count = self.span.count

@@ -52,6 +52,9 @@ class Owner(Protocol):
     def tiled(self, unit: Unit, func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any:
         """Run a function of torch on a unit that is larger than the compute budget."""
 
+    def before_write(self, unit: Unit) -> None:
+        """A function that may change weights of the unit is about to be called."""
+
     def written(self, unit: Unit, target: torch.Tensor, source: torch.Tensor | None) -> None:
         """``target``, a tensor over the unit's memory, was changed in place (by copying ``source``, if given)."""
 
@@ -214,6 +217,8 @@ def _touch(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any
             mine.append(unit)
     if len(units) > 1 and not all(one.fit(mine) for one, mine in by_owner.values()):
         return _on_copies(func, args, kwargs, touched)
+    for one, unit in entries if _may_write(func, kwargs) else ():
+        one.before_write(unit)
     with ExitStack() as stack:
         for one, mine in by_owner.values():
             stack.enter_context(one.touching(mine))
@@ -225,6 +230,11 @@ def _touch(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any]) -> Any
             if tensor._version != version:
                 one.written(unit, tensor, source if args and tensor is args[0] else None)
         return _guard(result)
+
+
+def _may_write(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """By torch's names for what changes its arguments: ``copy_``, ``__setitem__``, ``out=``."""
+    return getattr(func, "__name__", "").endswith("_") or kwargs.get("out") is not None
 
 
 def _on_copies(func: Callable[..., Any], args: _Args, kwargs: dict[str, Any], touched: Sequence[torch.Tensor]) -> Any:

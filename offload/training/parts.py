@@ -17,6 +17,7 @@ from offload.training.delivery import Delivery
 from offload.training.gradients import Gradients
 from offload.training.readahead import ReadAhead
 from offload.training.residency import Residency
+from offload.training.saving import Saves
 from offload.training.state import StateStore
 from offload.training.steps import StepMeter
 from offload.training.transfers import Transfers
@@ -42,5 +43,6 @@ class Parts:
     update_thread: Worker
     gradient_thread: Worker  # takes gradients that come from an accelerator
     steps: StepMeter
+    saves: Saves
     pinned: bool
     close: Callable[[], None]  # threads, files and page locks; must not refer to the runtime

@@ -104,12 +104,16 @@ class Promises:
     def _made(self, updates: list[UnitUpdate]) -> PendingUpdate:
         p = self._parts
         parts = p.device, p.residency, p.state.staging, p.delivery, p.lanes
-        return PendingUpdate(updates, *parts, lambda: _count(updates), p.read_ahead, p.gradients.flush, p.ranks)
+        return PendingUpdate(
+            updates, *parts, lambda: _count(updates), p.read_ahead, p.gradients.flush, p.ranks, p.saves.look
+        )
 
     def settle(self) -> None:
         """Wait for the update that was promised; one that failed is finished, or raises again while the fault lasts."""
         with self._waiting_for_update() as pending:
             if pending is not None:
+                for unit in [u for u in self._parts.units if u.pending]:  # which the update waits for as well
+                    self._parts.saves.wait_for(unit)
                 with self._parts.steps.waiting("update", "all"):
                     pending.finish(self._parts.update_thread)
 
@@ -117,6 +121,7 @@ class Promises:
         """As :meth:`settle`, until the weights of ``unit`` may be used."""
         with self._waiting_for_update() as pending:
             if pending is not None and unit.pending:
+                self._parts.saves.wait_for(unit)
                 with self._parts.steps.waiting("update", unit.name):
                     pending.finish_unit(unit, self._parts.update_thread)
 

@@ -217,6 +217,7 @@ class Runtime:
         if unit.pins == 1 and unit.index not in self._unfollowed:
             self._versions[unit.index] = _versions(unit)
         if unit.pins == 1:
+            self.parts.saves.entered(unit)
             for member in unit.members:
                 member.parameter.__class__ = ResidentParameter
 
@@ -244,6 +245,7 @@ class Runtime:
                     unit.keep = False
         finally:
             if unit.pins == 1:
+                self.parts.saves.left(unit)
                 for member in unit.members:
                     member.parameter.__class__ = OffloadedParameter
             self._residency.unpin(unit)
@@ -343,6 +345,7 @@ class Runtime:
         entered: list[Unit] = []
         try:
             for unit in units:
+                self.before_write(unit)
                 self._enter(unit)
                 entered.append(unit)
                 self._gathered.append(unit)
@@ -351,6 +354,11 @@ class Runtime:
             for unit in reversed(entered):
                 self._gathered.remove(unit)
                 self._leave(unit)
+
+    def before_write(self, unit: Unit) -> None:
+        """Owner: its weights in compute memory may be about to change; where that is their home, a save comes first."""
+        if unit.permanent and not all(self.state.has(unit, member) for member in unit.members):
+            self.parts.saves.wait_for(unit)
 
     def written(self, unit: Unit, target: torch.Tensor, source: torch.Tensor | None) -> None:
         """Owner: weights were changed in place; the master follows, exactly if a whole parameter was copied."""
@@ -367,6 +375,7 @@ class Runtime:
                 self._versions[unit.index][index] = now[index]
 
     def _follow(self, unit: Unit, members: Sequence[Member]) -> None:
+        self.parts.saves.changed(unit, frozen=not all(self.state.has(unit, member) for member in members))
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self.parts.transfers.store(unit)
             with self.host_weights(unit) as weights:
@@ -378,6 +387,7 @@ class Runtime:
     def replacing(self, unit: Unit) -> Iterator[None]:
         """Inside the context others come to the home of the unit's weights; afterwards they are in compute memory as
         well, if it was there. Masters are the caller's."""
+        self.parts.saves.wait_for(unit)
         self._residency.hold(unit)
         try:
             self._residency.settle(unit)
@@ -440,6 +450,7 @@ class Runtime:
     def replace_weights(self, unit: Unit, weights: torch.Tensor, exact: torch.Tensor | None) -> None:
         """TileSource: the other way round; masters follow where weights changed, or become ``exact``."""
         self.settle()
+        self.parts.saves.wait_for(unit)
         buffer = HostMemory(unit.home.nbytes).tensor[: unit.home.nbytes]
         unit.weights(buffer).copy_(weights)
         self.parts.transfers.write(unit.home, buffer)
@@ -463,6 +474,7 @@ class Runtime:
         """Make optimizer state for a parameter that was frozen when the model was wrapped."""
         if self.state.has(unit, member):
             return
+        self.parts.saves.wait_for(unit)
         if unit.tile:
             self.state.add_member(unit, member, self.host_copy(unit))
         else:

@@ -28,7 +28,8 @@ def state_bytes(dtype: torch.dtype) -> int:
 
 class StateStore:
     """``allocate(unit, nbytes)`` finds a home for one more block; ``staging`` is needed where blocks live on disk;
-    ``dtype`` is that of the moments; ``changing(block)`` is called before a block on disk is changed."""
+    ``dtype`` is that of the moments; ``changing(block)`` is called before a block on disk is changed, and
+    ``before(unit)`` before any block of it is."""
 
     def __init__(
         self,
@@ -37,12 +38,16 @@ class StateStore:
         dtype: torch.dtype = torch.float32,
         changing: Callable[[StateBlock], None] = lambda block: None,
         ranks: Ranks | None = None,
+        before: Callable[[Unit], None] = lambda unit: None,
     ) -> None:
+        self._before = before
         self._allocate, self.staging, self.dtype, self._changing = allocate, staging, dtype, changing
         self.ranks = ranks or Ranks()
 
     def visit(self, unit: Unit, span: Span, fn: Visit, write: bool) -> None:
         """Call ``fn`` for each part of ``span`` that has state, and keep its changes if ``write``."""
+        if write:
+            self._before(unit)
         for block in unit.blocks:
             part = block.span.overlap(span)
             if part is None:

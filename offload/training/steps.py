@@ -49,7 +49,8 @@ class StepStats:
         lanes: what each lane did meanwhile.
         waits: seconds for which compute stood still, by cause: "fetch" (weights under way), "room" (none in compute
             memory), "update" (the promised update), "gradient" (gradients on their way to the host), "norm" (gradients
-            read once more for clipping or the finite check).
+            read once more for clipping or the finite check), "save" (a checkpoint in the background that had still to
+            read what was about to change).
         longest_waits: the five units that were waited for longest, as ``(unit, cause, seconds)``.
     """
 

@@ -90,6 +90,7 @@ class PendingUpdate:
     reads: ReadAhead
     land: Callable[[], None] = lambda: None  # has all gradients where a reader finds them
     ranks: Ranks = field(default_factory=Ranks)
+    saved: Callable[[Unit], bool] = lambda unit: True  # may it change? Asked until it says so
     failed: bool = False  # somebody was told of an error, and it has not been finished since
     in_backward: bool = False  # more will be added, and compute needs none of the units again before the next forward
     _works: list[_Work] = field(default_factory=list)
@@ -210,7 +211,7 @@ class PendingUpdate:
                 self._settle()
                 work = self._next()
                 self._read_ahead(work)
-                if work.weights is None and not self._begin(work):
+                if work.weights is None and not (self._may_change(work.update.unit) and self._begin(work)):
                     continue
                 while work.items:
                     self._read_ahead(work)
@@ -275,6 +276,14 @@ class PendingUpdate:
         """Does somebody wait for what is still to be done?"""
         with self.residency.changed:
             return bool(self._awaited) and (self._urgent is None or self._urgent.pending)
+
+    def _may_change(self, unit: Unit) -> bool:
+        """False after a while in which a save in the background has not come to the unit."""
+        if self.saved(unit):
+            return True
+        if self.staging is not None and self.staging.wanted:
+            self._stop_reading()
+        return False
 
     def _begin(self, work: _Work) -> bool:
         """Have a place for the new weights; False after a while in which there may have come room."""

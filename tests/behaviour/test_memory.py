@@ -347,6 +347,7 @@ optimizer.step()
 optimizer.zero_grad()
 offload.stats(model)
 for run in (
+    lambda: offload.save_checkpoint(folder + "/saved", model, optimizer, background=True).wait(),
     lambda: offload.save_checkpoint(folder + "/saved", model, optimizer),
     lambda: offload.load_checkpoint(folder + "/saved", other, loaded),
     lambda: offload.save_pretrained(model, folder + "/export"),

@@ -44,7 +44,8 @@ def saved(rank: int, ranks: int, place: int, folder: str) -> Any:
     torch.manual_seed(rank + 10)
     random.seed(rank)
     random.gauss(0.0, 1.0)  # of two that it draws, the other waits
-    offload.save_checkpoint(f"{folder}/at2", model, optimizer, {"step": 2})
+    # In the foreground all the same.
+    assert offload.save_checkpoint(f"{folder}/at2", model, optimizer, {"step": 2}, background=place == 1).done()
     drawn = torch.rand(3), random.gauss(0.0, 1.0), random.random()
     offload.save_pretrained(model, f"{folder}/model", master=True)
     optimizer.zero_grad()

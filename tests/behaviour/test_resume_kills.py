@@ -103,7 +103,7 @@ def run():
         losses += train(model, optimizer, [batch], clip=1.0)
         schedule.step()
         if number % 5 == 0:
-            offload.save_checkpoint(checkpoint, model, optimizer, [number, losses])
+            offload.save_checkpoint(checkpoint, model, optimizer, [number, losses], background=True)
     state = optimizer.state_dict()["state"]
     moments = {f"{i}.{k}": v for i, s in state.items() for k, v in s.items() if torch.is_tensor(v)}
     return json.dumps([digest(masters(model)), digest(moments), losses])

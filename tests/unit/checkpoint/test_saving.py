@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import offload
-from offload.checkpoint import files, manifest, save
+from offload.checkpoint import contents, files, manifest
 from offload.checkpoint.writer import TensorFile, entry_of, write_file
 from offload.errors import CheckpointError, ConfigError
 from tests.loops import adamw, assert_same, masters, train, wrap
@@ -182,7 +182,7 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
 
 def test_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small shard size gives many files; each tensor is in one, and no file is larger than it must be."""
-    monkeypatch.setattr(save, "SHARD", 1500)
+    monkeypatch.setattr(contents, "SHARD", 1500)
     model, other = wrap(MLP_TASK.model()), wrap(MLP_TASK.model(seed=1))
     optimizer, loaded = adamw(model), adamw(other)
     train(model, optimizer, MLP_TASK.batches(2))

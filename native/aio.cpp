@@ -76,7 +76,7 @@ std::int32_t AioEngine::submit(const Request& request, std::int64_t* id) {
       finish_locked(queued);
     } else {
       try {
-        queues_[queued.write].push_back(&queued);
+        queues_[queued.behind].push_back(&queued);
       } catch (...) {
         requests_.erase(next_id_);
         throw;
@@ -169,7 +169,7 @@ void AioEngine::report(const Piece& piece, int error) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Request& request = *piece.request;
   --request.pieces;
-  --in_flight_[request.write];
+  --in_flight_[request.behind];
   // Where the piece began: every piece but the last is of full size.
   const std::uint64_t begin = (piece.end - 1) / piece_size_ * piece_size_;
   request.result.nbytes += piece.at - begin;
@@ -177,7 +177,7 @@ void AioEngine::report(const Piece& piece, int error) {
     request.result.error = error;
     if (request.handed_out < request.nbytes) {  // nothing of it is begun any more
       request.handed_out = request.nbytes;
-      std::deque<Request*>& queue = queues_[request.write];
+      std::deque<Request*>& queue = queues_[request.behind];
       queue.erase(std::find(queue.begin(), queue.end(), &request));
     }
   }

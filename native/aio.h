@@ -8,7 +8,7 @@
 // arrival, and so do writes among themselves. But a disk moves both ways at once, and memory is free again only when it
 // has been written: while both wait, a quarter of the pieces in flight, rounded up, are writes. It is pieces in flight
 // that are counted, so that slow writes do not fill an engine. One that moves a single piece at a time takes a write
-// after three reads.
+// after three reads. A read that nobody waits for, such as that of a checkpoint, may be asked for with the writes.
 #ifndef OFFLOAD_AIO_H
 #define OFFLOAD_AIO_H
 
@@ -32,6 +32,7 @@ constexpr std::uint64_t kMaxCall = std::uint64_t{1} << 30;  // Linux moves at mo
 
 struct Request {
   bool write;
+  bool behind;  // in the queue of the writes
   int fd;
   char* buffer;
   std::uint64_t nbytes;
@@ -107,7 +108,7 @@ class AioEngine {
   std::condition_variable work_;
   std::condition_variable completed_;
   std::unordered_map<std::int64_t, std::unique_ptr<Request>> requests_;
-  // Requests with bytes not yet handed out, in order of arrival; at index true those that write.
+  // Requests with bytes not yet handed out, in order of arrival; at index true those behind.
   std::deque<Request*> queues_[2];
   int in_flight_[2] = {0, 0};  // pieces handed out and not yet reported, likewise
   int passed_over_ = 0;        // reads taken since the last write, while one waited

@@ -86,7 +86,7 @@ int32_t try_uring(char* text, std::size_t size) {
   int32_t code = 0;
   for (const bool write : {true, false}) {
     offload::Request request{};
-    request.write = write;
+    request.write = request.behind = write;
     request.fd = fd;
     request.buffer = pages.get() + (write ? 0 : kPage);
     request.nbytes = kPage;
@@ -161,13 +161,15 @@ int32_t offload_aio_open(int32_t backend, int32_t workers, int32_t depth, uint64
   });
 }
 
-int32_t offload_aio_submit(int64_t engine, int32_t write, int32_t fd, void* buffer, uint64_t nbytes, uint64_t offset,
+int32_t offload_aio_submit(int64_t engine, int32_t how, int32_t fd, void* buffer, uint64_t nbytes, uint64_t offset,
                            uint64_t max_call, int64_t* id) {
   if (id == nullptr || (buffer == nullptr && nbytes > 0)) return -EINVAL;
+  if ((how & ~(OFFLOAD_AIO_WRITE | OFFLOAD_AIO_BEHIND)) != 0) return -EINVAL;
   constexpr uint64_t kLargest = INT64_MAX;
   if (offset > kLargest || nbytes > kLargest - offset) return -EOVERFLOW;
   offload::Request request{};
-  request.write = write != 0;
+  request.write = (how & OFFLOAD_AIO_WRITE) != 0;
+  request.behind = how != 0;
   request.fd = fd;
   request.buffer = static_cast<char*>(buffer);
   request.nbytes = nbytes;

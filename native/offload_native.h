@@ -130,10 +130,13 @@ OFFLOAD_API int32_t offload_aio_probe_uring(char* text, size_t size);
 // piece: a request is moved in pieces of this many bytes (0: 4 MiB), several at a time; a multiple of 4096.
 OFFLOAD_API int32_t offload_aio_open(int32_t backend, int32_t workers, int32_t depth, uint64_t piece, int64_t* engine);
 
-// Queues one request and returns at once. Requests that read go before those that write, but while both wait, a quarter
-// of the pieces in flight are writes; among those of one direction the order is that of arrival. No system call moves
-// more than max_call bytes (0: 1 GiB, also the most).
-OFFLOAD_API int32_t offload_aio_submit(int64_t engine, int32_t write, int32_t fd, void* buffer, uint64_t nbytes,
+// How a request moves: what neither writes nor is asked for behind the others is read before those.
+enum { OFFLOAD_AIO_WRITE = 1, OFFLOAD_AIO_BEHIND = 2 };
+
+// Queues one request and returns at once. how: OFFLOAD_AIO_WRITE, OFFLOAD_AIO_BEHIND or 0. Requests that read go before
+// those that write or are to go behind, but while both wait, a quarter of the pieces in flight are of the latter; in
+// one queue the order is that of arrival. No system call moves more than max_call bytes (0: 1 GiB, also the most).
+OFFLOAD_API int32_t offload_aio_submit(int64_t engine, int32_t how, int32_t fd, void* buffer, uint64_t nbytes,
                                        uint64_t offset, uint64_t max_call, int64_t* id);
 
 // 1 when request id has completed, 0 when not, -ENOENT when there is none.

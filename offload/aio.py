@@ -59,12 +59,15 @@ class Aio:
         # Also runs at the end of the interpreter. It holds the buffers until the engine has drained.
         self._finalizer: Final = weakref.finalize(self, _free, lib, self._engine, self._pid, self._buffers)
 
-    def submit(self, write: bool, fd: int, buffer: torch.Tensor, offset: int, max_piece: int = 0) -> int:
+    def submit(
+        self, write: bool, fd: int, buffer: torch.Tensor, offset: int, max_piece: int = 0, behind: bool = False
+    ) -> int:
         """Queues a transfer of the whole buffer at byte `offset` of `fd` and returns its number, without waiting.
 
         buffer: uint8, contiguous, on the CPU; it is kept alive until the request has been waited for. With O_DIRECT
         its address, its length and the offset must be what the file system asks for.
         max_piece: bytes that one system call may move (0: 1 GiB), for tests of short transfers.
+        behind: a read that goes with the writes, since nobody waits for it.
         """
         self._check_process()
         if not isinstance(buffer, torch.Tensor):
@@ -77,7 +80,8 @@ class Aio:
             raise ValueError(f"offset and max_piece must be >= 0, got {offset} and {max_piece}")
         if self._closed:
             raise ValueError("this Aio is closed; open another one")
-        request = self._lib.aio_submit(self._engine, write, fd, buffer.data_ptr(), buffer.numel(), offset, max_piece)
+        address, nbytes = buffer.data_ptr(), buffer.numel()
+        request = self._lib.aio_submit(self._engine, write, behind, fd, address, nbytes, offset, max_piece)
         self._buffers[request] = buffer
         return request
 

@@ -188,11 +188,11 @@ class Library:
         return engine.value
 
     def aio_submit(
-        self, engine: int, write: bool, fd: int, address: int, nbytes: int, offset: int, max_call: int
+        self, engine: int, write: bool, behind: bool, fd: int, address: int, nbytes: int, offset: int, max_call: int
     ) -> int:
         request = ctypes.c_int64()
         code = self._c.offload_aio_submit(
-            engine, int(write), fd, address, nbytes, offset, max_call, ctypes.byref(request)
+            engine, write | behind << 1, fd, address, nbytes, offset, max_call, ctypes.byref(request)
         )
         self._check(code, "queueing a request")
         return request.value

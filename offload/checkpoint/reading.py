@@ -93,7 +93,7 @@ class Background:
         try:
             for (begin, end), buffer in zip(ranges, buffers, strict=False):
                 start = begin // GRANULE * GRANULE
-                tickets.append(home.read(buffer[: round_up(end, GRANULE) - start], start))
+                tickets.append(home.read(buffer[: round_up(end, GRANULE) - start], start, behind=True))
         except BaseException:
             wait_quietly(AllTickets(tickets))
             raise

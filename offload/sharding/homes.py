@@ -51,9 +51,10 @@ class SwapHome(Home):
         self._swap = swap
         self._extent: Extent = swap.allocate(self.nbytes, name, granule)
 
-    def read(self, buffer: torch.Tensor, offset: int = 0) -> Ticket:
-        """Bytes from ``offset`` into ``buffer`` (page-aligned, as much of the record as it holds)."""
-        return self._swap.read(self._extent, buffer[: self.nbytes - offset], offset)
+    def read(self, buffer: torch.Tensor, offset: int = 0, behind: bool = False) -> Ticket:
+        """Bytes from ``offset`` into ``buffer`` (page-aligned, as much of the record as it holds); ``behind`` other
+        reads, where nobody waits for it."""
+        return self._swap.read(self._extent, buffer[: self.nbytes - offset], offset, behind)
 
     def write(self, buffer: torch.Tensor, offset: int = 0) -> Ticket:
         return self._swap.write(self._extent, buffer[: self.nbytes - offset], offset)

@@ -46,7 +46,14 @@ class AiofilesBackend(IoBackend):
         self._thread.start()
 
     def _submit(
-        self, write: bool, fd: int, buffer: torch.Tensor, offset: int, max_piece: int, lane: Lane | None
+        self,
+        write: bool,
+        fd: int,
+        buffer: torch.Tensor,
+        offset: int,
+        max_piece: int,
+        lane: Lane | None,
+        behind: bool = False,
     ) -> Ticket:
         with self._idle:
             self._inflight += 1

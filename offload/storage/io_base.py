@@ -43,12 +43,15 @@ class IoBackend(ABC):
         self._faulty_lock = threading.Lock()
         self._closed = False
 
-    def read(self, fd: int, buffer: torch.Tensor, offset: int, *, lane: Lane | None = None) -> Ticket:
+    def read(
+        self, fd: int, buffer: torch.Tensor, offset: int, *, lane: Lane | None = None, behind: bool = False
+    ) -> Ticket:
         """Fill `buffer` (uint8, contiguous, on the CPU) from byte `offset` of `fd`.
 
-        The transfer is counted on `lane`, by default on "nvme_read" of the backend's own lanes, if it has some.
+        The transfer is counted on `lane`, by default on "nvme_read" of the backend's own lanes, if it has some. With
+        `behind` other reads go first, where the backend knows an order.
         """
-        return self._request(False, fd, buffer, offset, lane)
+        return self._request(False, fd, buffer, offset, lane, behind)
 
     def write(self, fd: int, buffer: torch.Tensor, offset: int, *, lane: Lane | None = None) -> Ticket:
         """Write `buffer` to `fd` from byte `offset` on. Buffer and lane as for `read`; default lane "nvme_write"."""
@@ -82,7 +85,9 @@ class IoBackend(ABC):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _request(self, write: bool, fd: int, buffer: torch.Tensor, offset: int, lane: Lane | None) -> Ticket:
+    def _request(
+        self, write: bool, fd: int, buffer: torch.Tensor, offset: int, lane: Lane | None, behind: bool = False
+    ) -> Ticket:
         self._check(buffer, offset)
         if lane is None and self.lanes is not None:
             lane = self.lanes["nvme_write" if write else "nvme_read"]
@@ -91,7 +96,7 @@ class IoBackend(ABC):
         op = "write" if write else "read"
         fault = faults.draw(op, buffer.numel())
         if fault is None:
-            return self._submit(write, fd, buffer, offset, MAX_CALL, lane)
+            return self._submit(write, fd, buffer, offset, MAX_CALL, lane, behind)
         with self._faulty_lock:
             if self._faulty is None:
                 self._faulty = ThreadPoolExecutor(max_workers=16, thread_name_prefix="offload-fault")
@@ -126,7 +131,14 @@ class IoBackend(ABC):
 
     @abstractmethod
     def _submit(
-        self, write: bool, fd: int, buffer: torch.Tensor, offset: int, max_piece: int, lane: Lane | None
+        self,
+        write: bool,
+        fd: int,
+        buffer: torch.Tensor,
+        offset: int,
+        max_piece: int,
+        lane: Lane | None,
+        behind: bool = False,
     ) -> Ticket:
         """Start a request that has been checked; no system call may move more than `max_piece` bytes."""
 

@@ -106,13 +106,21 @@ class NativeBackend(IoBackend):
         self._open_lock = threading.Lock()
 
     def _submit(
-        self, write: bool, fd: int, buffer: torch.Tensor, offset: int, max_piece: int, lane: Lane | None
+        self,
+        write: bool,
+        fd: int,
+        buffer: torch.Tensor,
+        offset: int,
+        max_piece: int,
+        lane: Lane | None,
+        behind: bool = False,
     ) -> Ticket:
         aio = self._aio
         if aio is None:
             raise ValueError(f"the I/O backend {self.name!r} is closed")
         # The native core splits at its own size; 0 leaves that alone.
-        request = aio.submit(write, fd, buffer, offset, max_piece=0 if max_piece >= MAX_CALL else max_piece)
+        largest = 0 if max_piece >= MAX_CALL else max_piece
+        request = aio.submit(write, fd, buffer, offset, max_piece=largest, behind=behind)
         ticket = NativeTicket(aio, request, buffer.numel(), lane)
         with self._open_lock:
             self._open.append(ticket)

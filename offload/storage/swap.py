@@ -192,17 +192,18 @@ class SwapSpace:
 
     # --- transfers
 
-    def read(self, extent: Extent, buffer: torch.Tensor, offset: int = 0) -> Ticket:
+    def read(self, extent: Extent, buffer: torch.Tensor, offset: int = 0, behind: bool = False) -> Ticket:
         """Fill `buffer` from byte `offset` of `extent`.
 
         Args:
             buffer: uint8, contiguous, on the CPU; its address and length are multiples of 4096, and so is `offset`.
+            behind: other reads go first, where the backend knows an order.
 
         Raises:
             ValueError: a buffer or offset that is not so, reaches beyond the extent, or an extent that was freed.
             SwapError: out of the ticket, naming directory, file, offset, length and the system's error.
         """
-        return self._transfer(False, extent, buffer, offset)
+        return self._transfer(False, extent, buffer, offset, behind)
 
     def write(self, extent: Extent, buffer: torch.Tensor, offset: int = 0) -> Ticket:
         """Write `buffer` to byte `offset` of `extent`. Arguments and errors as for `read`."""
@@ -298,7 +299,7 @@ class SwapSpace:
                 still.append((extent, tickets))
         self._draining = still
 
-    def _transfer(self, write: bool, extent: Extent, buffer: torch.Tensor, offset: int) -> Ticket:
+    def _transfer(self, write: bool, extent: Extent, buffer: torch.Tensor, offset: int, behind: bool = False) -> Ticket:
         check_buffer(buffer)
         length = buffer.numel()
         if buffer.data_ptr() % PAGE or length % PAGE or offset % PAGE:
@@ -313,7 +314,7 @@ class SwapSpace:
             notes = self._sums[self._known(extent)]
             notes.check_range(offset, length)
             self._refuse_while_late(write)
-            parts = self._start(write, extent, buffer, offset)
+            parts = self._start(write, extent, buffer, offset, behind)
             under_way = self._live[extent.key]
             while under_way and under_way[0].done():  # what nobody waits for must not pile up
                 under_way.pop(0).settle()
@@ -335,7 +336,9 @@ class SwapSpace:
             lambda at: self._where(extent, offset + at),
         )
 
-    def _start(self, write: bool, extent: Extent, buffer: torch.Tensor, offset: int) -> list[SwapTicket]:
+    def _start(
+        self, write: bool, extent: Extent, buffer: torch.Tensor, offset: int, behind: bool = False
+    ) -> list[SwapTicket]:
         """One request for each piece of the extent that the range touches."""
         lane = self.lanes["nvme_write" if write else "nvme_read"]
         tickets: list[SwapTicket] = []
@@ -345,9 +348,8 @@ class SwapSpace:
             if first < last:
                 part, where = buffer[first - offset : last - offset], piece.offset + first - start
                 file = self._files[piece.file]
-                tickets.append(
-                    SwapTicket(self._backend, file, write, part, where, lane, self._limit_s, self._late.append)
-                )
+                late = self._late.append
+                tickets.append(SwapTicket(self._backend, file, write, part, where, lane, self._limit_s, late, behind))
             start += piece.nbytes
         return tickets
 

@@ -42,6 +42,7 @@ class SwapTicket(Ticket):
         lane: Lane,
         limit_s: float | None = None,
         late: Callable[[SwapTicket], None] | None = None,
+        behind: bool = False,
     ) -> None:
         self._backend, self._file, self._write, self._offset, self._lane = backend, file, write, offset, lane
         self._limit_s, self._late = limit_s, late
@@ -50,7 +51,11 @@ class SwapTicket(Ticket):
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._buffer: torch.Tensor | None = buffer
-        self._request: Ticket | None = (backend.write if write else backend.read)(file.fd, buffer, offset, lane=lane)
+        self._request: Ticket | None = (
+            backend.write(file.fd, buffer, offset, lane=lane)
+            if write
+            else backend.read(file.fd, buffer, offset, lane=lane, behind=behind)
+        )
 
     @property
     def directory(self) -> Path:

@@ -175,7 +175,7 @@ def _weights_key(name: str, reader: _Reader) -> str:
 
 def _load_unit(runtime: Runtime, unit: Unit, reader: _Reader) -> None:
     """Weights, masters and moments, piece by piece."""
-    with runtime.replacing(unit):
+    with runtime.writes.replacing(unit):
         fill_home(unit, runtime.state.staging, _Values({m.parameter: m.name for m in unit.members}, reader))
 
     def load(part: Span, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:

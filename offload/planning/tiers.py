@@ -90,7 +90,7 @@ def memory_of(
 
 
 def _tiers(plan: MemoryPlan, budgets: Mapping[str, int], host_visible: bool, config: WrapConfig) -> dict[str, TierPlan]:
-    """What `wrap` allocates and the first backward adds; see engine._Builder and sharding.allocation."""
+    """What `wrap` allocates and the first backward adds; see builder.Builder and sharding.allocation."""
     held: dict[str, dict[str, int]] = {name: {} for name in budgets}
 
     def add(tier: str, kind: str, nbytes: int) -> None:

@@ -22,10 +22,7 @@ import torch
 from torch import nn
 
 from offload.errors import BudgetError, OffloadError
-from offload.sharding.layout import Span
 from offload.sharding.unit import Member, Unit
-from offload.sizes import PAGE
-from offload.storage.memory import HostMemory
 from offload.training import tiled
 from offload.training.callers import in_a_gradient_transform, in_a_module, in_backward
 from offload.training.clip_factors import ClipFactors
@@ -36,9 +33,10 @@ from offload.training.parts import Parts
 from offload.training.promises import Promises
 from offload.training.saved import packing
 from offload.training.spilled import SpilledGradient
-from offload.training.state import follow_weights, member_span, set_master
+from offload.training.tiles import Tiles
 from offload.training.unit_update import UnitUpdate
 from offload.training.waiting import waiting
+from offload.training.written import Written
 
 
 @dataclass(eq=False)
@@ -81,11 +79,10 @@ class Runtime:
         self._residency = parts.residency
         self._frames: list[Frame] = []
         self._gathered: list[Unit] = []  # pinned by resident(), once for each time
-        self._versions: dict[int, list[int]] = {}
-        self._unfollowed: set[int] = set()  # units with writes that have not reached home and masters
         self._places = {id(m.parameter): (u, i) for u in self.units for i, m in enumerate(u.members)}
         self.promises = Promises(parts)
         self.early = EarlyUpdates(parts, self.promises)
+        self.writes = Written(parts)
         gradients, places = parts.gradients, self._places  # not self: nothing is to hold the runtime but the model
         self.clip_factors = ClipFactors(lambda p: gradients.version(*places[id(p)]))
         self._finalizer = weakref.finalize(self, _close, os.getpid(), [u.region.key for u in self.units], parts.close)
@@ -214,9 +211,8 @@ class Runtime:
 
     def _enter(self, unit: Unit) -> None:
         self._have(unit, torch.is_grad_enabled())
-        if unit.pins == 1 and unit.index not in self._unfollowed:
-            self._versions[unit.index] = _versions(unit)
         if unit.pins == 1:
+            self.writes.entered(unit)
             self.parts.saves.entered(unit)
             for member in unit.members:
                 member.parameter.__class__ = ResidentParameter
@@ -235,14 +231,7 @@ class Runtime:
         """Let go; what was written meanwhile reaches home and masters. If that fails, the unit stays until it does."""
         try:
             if unit.pins == 1:
-                before, now = self._versions[unit.index], _versions(unit)
-                changed = [m for m, old, new in zip(unit.members, before, now, strict=True) if old != new]
-                if changed:
-                    self._unfollowed.add(unit.index)
-                    unit.keep = True
-                    self._follow(unit, changed)
-                    self._unfollowed.discard(unit.index)
-                    unit.keep = False
+                self.writes.leaving(unit)
         finally:
             if unit.pins == 1:
                 self.parts.saves.left(unit)
@@ -361,114 +350,13 @@ class Runtime:
             self.parts.saves.wait_for(unit)
 
     def written(self, unit: Unit, target: torch.Tensor, source: torch.Tensor | None) -> None:
-        """Owner: weights were changed in place; the master follows, exactly if a whole parameter was copied."""
-        member = self._whole_member(unit, target)
-        self._follow(unit, unit.members if member is None else [member])
-        # A source of the weights' own dtype has no more to say than the weights, and must not round the others.
-        exact = source is not None and source.dtype != unit.dtype and not source.is_meta
-        if member is not None and source is not None and exact and source.numel() == member.slot.numel:
-            set_master(self.state, unit, member, source)
-        # Only what was followed: another member may have changed as well, and waits for the end of the frame.
-        now, followed = _versions(unit), unit.members if member is None else [member]
-        for index, one in enumerate(unit.members):
-            if one in followed:
-                self._versions[unit.index][index] = now[index]
-
-    def _follow(self, unit: Unit, members: Sequence[Member]) -> None:
-        self.parts.saves.changed(unit, frozen=not all(self.state.has(unit, member) for member in members))
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            self.parts.transfers.store(unit)
-            with self.host_weights(unit) as weights:
-                for member in members:
-                    follow_weights(self.state, unit, member_span(member), weights)
-        unit.writes += 1
-
-    @contextmanager
-    def replacing(self, unit: Unit) -> Iterator[None]:
-        """Inside the context others come to the home of the unit's weights; afterwards they are in compute memory as
-        well, if it was there. Masters are the caller's."""
-        self.parts.saves.wait_for(unit)
-        self._residency.hold(unit)
-        try:
-            self._residency.settle(unit)
-            yield
-            self._unfollowed.discard(unit.index)
-            unit.keep = False
-            if self._residency.is_stale(unit):
-                self.parts.transfers.fetch(unit).order_compute()
-            with torch._C.DisableTorchFunctionSubclass():
-                torch.autograd.graph.increment_version([m.parameter for m in unit.members])
-            if unit.pins:
-                self._versions[unit.index] = _versions(unit)
-            unit.writes += 1
-        finally:
-            self._residency.unhold(unit)
-
-    @contextmanager
-    def host_weights(self, unit: Unit) -> Iterator[torch.Tensor]:
-        """The flat weights of a resident unit where the host can read them, inside the context: a copy, in one of the
-        buffers that updates deliver in, unless the host sees compute memory."""
-        flat = unit.region.flat[: unit.nbytes]
-        if self.device.host_visible:
-            yield unit.weights(flat)
-            return
-        assert self.parts.delivery_buffers is not None
-        with self.parts.delivery_buffers.borrow() as buffer:
-            self.device.download(buffer[: unit.nbytes], flat).wait()
-            yield unit.weights(buffer)
-
-    # Units larger than the compute budget (see training.tiled)
+        """Owner: weights were changed in place."""
+        self.writes.written(unit, target, source)
 
     def tiled(self, unit: Unit, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Owner: run a function of torch on a matrix that is never in compute memory whole."""
         self.settle_unit(unit)
-        return tiled.call(self, unit, func, args, kwargs)
-
-    def tiles(self, unit: Unit) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """TileSource: ``(first, last, rows)``; each tile is gone when the next is asked for."""
-        self.settle_unit(unit)
-        rows, columns = unit.members[0].slot.shape
-        count = max(1, (unit.tile - PAGE) // (columns * unit.dtype.itemsize))
-        region = self.device.region(unit.tile)
-        with self._residency.borrow(region, unit.name):
-            for first in range(0, rows, count):
-                last = min(rows, first + count)
-                with self.parts.steps.waiting("fetch", unit.name):
-                    tile = self.parts.transfers.fetch_rows(unit, region, first, last)
-                yield first, last, tile
-
-    def host_copy(self, unit: Unit) -> torch.Tensor:
-        """TileSource: the unit's flat weights, read from their home into host memory of their own."""
-        self.settle()
-        if self._residency.is_resident(unit) and not unit.permanent:
-            with self.host_weights(unit) as weights:
-                return weights.clone()
-        memory = HostMemory(unit.home.nbytes)
-        self.parts.transfers.read(unit.home, memory.tensor[: unit.home.nbytes])
-        return unit.weights(memory.tensor)
-
-    def replace_weights(self, unit: Unit, weights: torch.Tensor, exact: torch.Tensor | None) -> None:
-        """TileSource: the other way round; masters follow where weights changed, or become ``exact``."""
-        self.settle()
-        self.parts.saves.wait_for(unit)
-        buffer = HostMemory(unit.home.nbytes).tensor[: unit.home.nbytes]
-        unit.weights(buffer).copy_(weights)
-        self.parts.transfers.write(unit.home, buffer)
-        follow_weights(self.state, unit, Span(0, unit.layout.numel), weights)
-        if exact is not None and exact.dtype != unit.dtype:
-            set_master(self.state, unit, unit.members[0], exact)
-        with torch._C.DisableTorchFunctionSubclass():
-            torch.autograd.graph.increment_version(unit.members[0].parameter)
-        unit.writes += 1
-
-    @staticmethod
-    def _whole_member(unit: Unit, target: torch.Tensor) -> Member | None:
-        if target.dtype != unit.dtype or not target.is_contiguous():
-            return None
-        for member in unit.members:
-            if member.slot.offset == target.storage_offset() and member.slot.numel == target.numel():
-                return member
-        return None
+        return tiled.call(Tiles(self), unit, func, args, kwargs)
 
     def prepare_state(self, unit: Unit, member: Member) -> None:
         """Make optimizer state for a parameter that was frozen when the model was wrapped."""
@@ -476,9 +364,9 @@ class Runtime:
             return
         self.parts.saves.wait_for(unit)
         if unit.tile:
-            self.state.add_member(unit, member, self.host_copy(unit))
+            self.state.add_member(unit, member, Tiles(self).host_copy(unit))
         else:
-            with self.resident([unit]), self.host_weights(unit) as weights:
+            with self.resident([unit]), self.writes.host_weights(unit) as weights:
                 self.state.add_member(unit, member, weights)
 
     def close(self) -> None:
@@ -502,9 +390,3 @@ def _close(process: int, keys: list[int], close: Callable[[], None]) -> None:
         close()
     else:
         threading.Thread(target=close, name="offload-close").start()
-
-
-def _versions(unit: Unit) -> list[int]:
-    """Torch's counters of in-place changes of the unit's parameters."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return [m.parameter._version for m in unit.members]

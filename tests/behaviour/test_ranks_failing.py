@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import offload
-from offload import engine
+from offload import builder
 from offload.errors import OffloadError, RankMismatchError
 from offload.lanes import Lanes
 from offload.sharding import allocation
@@ -43,11 +43,11 @@ def no_room(model: nn.Module, settings: dict[str, Any], patch: pytest.MonkeyPatc
 
 
 def no_gradients(model: nn.Module, settings: dict[str, Any], patch: pytest.MonkeyPatch, folder: Path) -> None:
-    patch.setattr(engine._Builder, "_gradients", no_memory)
+    patch.setattr(builder.Builder, "_gradients", no_memory)
 
 
 def no_buffers(model: nn.Module, settings: dict[str, Any], patch: pytest.MonkeyPatch, folder: Path) -> None:
-    patch.setattr(engine._Builder, "_moved_buffers", no_memory)
+    patch.setattr(builder.Builder, "_moved_buffers", no_memory)
 
 
 def full_disk(model: nn.Module, settings: dict[str, Any], patch: pytest.MonkeyPatch, folder: Path) -> None:

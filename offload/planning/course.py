@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload.config import WrapConfig
+from offload.planning.loads import Course, Link, Stage, UnitLoad
 from offload.planning.memory import PREFETCH, MemoryPlan
 from offload.planning.profile import HardwareProfile
-from offload.planning.simulate import Course, Link, Stage, UnitLoad
 from offload.planning.trace import Trace, Use
 from offload.training.gradients import gradient_dtype
 from offload.training.state import state_bytes

@@ -15,9 +15,10 @@ from offload.config import DTYPES, Budgets, WrapConfig
 from offload.errors import ConfigError
 from offload.planning.course import course_of, link_of
 from offload.planning.hardware import budgets_for, budgets_of_machine
+from offload.planning.loads import Step
 from offload.planning.memory import largest_unit, with_compute_dtype
 from offload.planning.profile import HardwareProfile
-from offload.planning.simulate import Step, simulate
+from offload.planning.simulate import simulate
 from offload.planning.tiers import Memory, TierPlan, UnitRow, memory_of
 from offload.planning.trace import Inputs, Trace, meta_copy, trace
 from offload.sharding.layout import Split

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from offload.errors import ConfigError
-from offload.planning.simulate import Course, Stage, UnitLoad
+from offload.planning.loads import Course, Stage, UnitLoad
 
 __all__ = ["StateOfRank", "collective_elements", "course_of_ranks", "state_of_rank"]
 

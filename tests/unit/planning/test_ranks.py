@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from offload.errors import ConfigError
+from offload.planning.loads import Link, Step
 from offload.planning.ranks import collective_elements, course_of_ranks, state_of_rank
-from offload.planning.simulate import Link, Step, simulate
+from offload.planning.simulate import simulate
 
 B, GB = 10**9, 10**9
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.planning.clock import Clock
-from offload.planning.simulate import Course, Link, Stage, Step, UnitLoad, disk_seconds, simulate
+from offload.planning.loads import Course, Link, Stage, Step, UnitLoad, disk_seconds
+from offload.planning.simulate import simulate
 
 GB = 10**9
 LINK = Link(

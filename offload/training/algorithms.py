@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from offload.training.optimizer import OffloadedOptimizer, StateDtype, expect_betas, expect_number
+from offload.training.expecting import expect_betas, expect_number
+from offload.training.optimizer import OffloadedOptimizer, StateDtype
 from offload.training.rules import AdamRule, LionRule, SgdRule, UpdateRule
 
 Params = Iterable[Any]

@@ -23,6 +23,7 @@ from offload.sharding.channel import Kind
 from offload.sharding.layout import Span
 from offload.sharding.unit import Member, Unit
 from offload.training.early import REMEDY
+from offload.training.expecting import expect_number
 from offload.training.parameter import OffloadedParameter, ResidentParameter, owner_of
 from offload.training.rules import UpdateRule
 from offload.training.runtime import Runtime
@@ -391,24 +392,3 @@ def refuse_foreign(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
                     "moments live on other tiers: expected offload.AdamW or offload.Adam. Build one of these from "
                     "model.parameters(), or offload.unwrap(model) first"
                 )
-
-
-def expect_number(group: dict[str, Any], name: str, below: float = math.inf) -> None:
-    """A group's value must be a finite number in ``[0, below)``."""
-    try:
-        value = float(group[name])
-    except (TypeError, ValueError):
-        value = math.nan
-    if not (math.isfinite(value) and 0 <= value < below):
-        bound = "" if below == math.inf else f" and < {below:g}"
-        raise ValueError(f"{name}: expected a finite number >= 0{bound}, found {group[name]!r}")
-
-
-def expect_betas(group: dict[str, Any]) -> None:
-    betas = group["betas"]
-    try:
-        right = len(betas) == 2 and all(0 <= float(b) < 1 for b in betas)
-    except (TypeError, ValueError):
-        right = False
-    if not right:
-        raise ValueError(f"betas: expected two numbers in [0, 1), found {betas!r}")

@@ -7,6 +7,11 @@ than the compute budget, or is the root; then its children are looked at instead
 form a unit of their own, which is fetched when touched. The matrix of a Linear or an Embedding that is too large by
 itself is used in tiles of rows (see training.tiled). A parameter belongs to the first unit that owns it; modules that
 use it as well (tied weights) are users of that unit.
+
+# Note [Adapters]
+The gradient buffer of a unit has room for all of it. Where most of a module is frozen (LoRA), what is trained of it is
+a unit of their own, so that there is no room, and no reduction over ranks, for gradients that never come. The module
+uses both, which come and go together.
 """
 
 from __future__ import annotations
@@ -102,17 +107,19 @@ class _Partitioner:
         return sum(footprint(p, compute_dtype(p, self._dtype)) for p in module.parameters())
 
     def _take(self, name: str, module: nn.Module, recurse: bool) -> None:
-        open_units: dict[torch.dtype, int] = {}
+        open_units: dict[tuple[torch.dtype, bool], int] = {}
+        apart = _is_mostly_frozen(module, recurse)
         for parameter_name, parameter in module.named_parameters(prefix=name, recurse=recurse):
             if parameter in self._owner:
                 continue
             dtype = compute_dtype(parameter, self._dtype)
             nbytes = footprint(parameter, dtype)
-            index = open_units.get(dtype)
+            kind = dtype, apart and parameter.requires_grad
+            index = open_units.get(kind)
             tiled = not recurse and _works_in_tiles(module, parameter) and self._bytes(module) > self._largest
             alone = tiled or (index is not None and self._units[index].row_bytes > 0)  # tiles are of one matrix
             if index is None or alone or self._units[index].nbytes + nbytes > self._largest:
-                index = open_units[dtype] = len(self._units)
+                index = open_units[kind] = len(self._units)
                 self._units.append(UnitPlan(name or "(root)", dtype))
             unit = self._units[index]
             unit.add(parameter_name, parameter)
@@ -123,6 +130,14 @@ class _Partitioner:
 
 def _works_in_tiles(module: nn.Module, parameter: nn.Parameter) -> bool:
     return isinstance(module, nn.Linear | nn.Embedding) and parameter is module.weight
+
+
+def _is_mostly_frozen(module: nn.Module, recurse: bool) -> bool:
+    """See Note [Adapters]."""
+    sizes = {False: 0, True: 0}
+    for parameter in module.parameters(recurse):
+        sizes[parameter.requires_grad] += parameter.numel()
+    return 0 < sizes[True] < sizes[False]
 
 
 def _has_repeated_blocks(module: nn.Module) -> bool:

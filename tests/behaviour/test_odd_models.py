@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import offload
-from tests.loops import ADAM, TIERS, adamw, assert_close, close, masters, plain_adamw, train, wrap
+from tests.loops import ADAM, TIERS, adamw, assert_close, assert_same, close, masters, plain_adamw, train, wrap
 from tests.models import MLP_TASK
 
 BATCHES = MLP_TASK.batches(4)
@@ -266,3 +266,49 @@ def test_parameters_over_the_same_memory_are_refused(tmp_path: Path) -> None:
     with pytest.raises(offload.ConfigError, match="share memory"):
         wrap(model, TIERS["nvme"], tmp_path, gpu="4KiB")
     train(model, plain_adamw(model), BATCHES)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank detour, as LoRA makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(64, 64), nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.relu(self.base(x) + self.up(self.down(x)))
+
+
+def test_adapters_train_and_their_blocks_can_be_unfrozen(tmp_path: Path) -> None:
+    """On every tier to the bit, with room for the gradients of the adapters alone."""
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Adapted() for _ in range(3)))
+
+    def run(net: Any, kind: Callable[..., torch.optim.Optimizer]) -> list[float]:
+        generator, losses = torch.Generator().manual_seed(1), []
+        optimizer = kind([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+        for number in range(8):
+            if number == 4:
+                if kind is offload.AdamW:
+                    kinds = [tier.by_kind for tier in offload.stats(net).tiers.values()]
+                    assert sum(held.get("gradients", 0) for held in kinds) == 3 * 4096  # 512 elements, as whole pages
+                net[1].base.requires_grad_(True)
+                optimizer.add_param_group({"params": list(net[1].base.parameters())})
+            loss = net(torch.randn(5, 64, generator=generator)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    want, found = run(model(), torch.optim.AdamW), []
+    for tiers in (("gpu",), *TIERS.values()):
+        net = wrap(model(), tiers, tmp_path, gpu="40KiB" if len(tiers) > 1 else "1MiB")
+        found.append((run(net, offload.AdamW), masters(net)))
+    for losses, weights in found:
+        close(losses, want)
+        assert losses == found[0][0]
+        assert_same(weights, found[0][1])

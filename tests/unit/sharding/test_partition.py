@@ -189,6 +189,23 @@ def test_dtypes_do_not_mix() -> None:
     assert {unit.dtype for unit in cast.units} == {torch.bfloat16, torch.int64}
 
 
+def test_trained_parameters_of_a_frozen_block_are_a_unit_of_their_own() -> None:
+    """As LoRA has them; and one frozen bias does not cut a block in two."""
+
+    def block() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False))
+
+    model = nn.Sequential(*(nn.Sequential(block(), nn.ReLU()) for _ in range(2)))
+    for part in model:
+        part[0][0].requires_grad_(False)
+    cut = partition(model, None, 1 << 30)
+    assert [[p.requires_grad for p in unit.parameters] for unit in cut.units] == [[False] * 2, [True] * 2] * 2
+    assert [needed for _, needed in cut.users] == [[0, 1], [2, 3]]
+    model.requires_grad_(True)
+    model[0][0][0].bias.requires_grad_(False)
+    assert [len(unit.parameters) for unit in partition(model, None, 1 << 30).units] == [4, 4]
+
+
 def test_footprint_is_that_of_the_layout() -> None:
     for numel in (0, 1, ALIGN, ALIGN + 1):
         assert footprint(torch.empty(numel), torch.bfloat16) == -(-numel // ALIGN) * ALIGN * 2

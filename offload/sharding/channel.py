@@ -38,6 +38,7 @@ from offload.storage.ticket import FutureTicket
 from offload.storage.worker import Worker
 
 LANE = "network"
+_FEW = 8  # ranks, up to which small values go straight to each: fewer threads have a hand in it
 
 
 class Kind(enum.IntEnum):
@@ -236,18 +237,22 @@ class Channel:
         if not ops:
             return
 
-        def both_ways() -> None:
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
-
         start = time.monotonic_ns()
-        self._do(call, both_ways)
+        self._do(call, lambda: _carry_out(ops))
         self._lanes[LANE].record(start, time.monotonic_ns(), nbytes, self._about(call.kind, call.unit))
 
     def collect(self, call: Call, values: torch.Tensor) -> torch.Tensor:
         """Host ``values`` of every rank as rows."""
         out = torch.empty(len(self._members), values.numel(), dtype=values.dtype, device="cpu")
-        self._do(call, lambda: dist.all_gather(list(out), values, group=self.groups.control))
+        if len(self._members) > _FEW:
+            self._do(call, lambda: dist.all_gather(list(out), values, group=self.groups.control))
+            return out
+        group, here = self.groups.control, dist.get_rank()
+        peers = [(row, peer) for row, peer in enumerate(self._members) if peer != here]
+        out[self._members.index(here)] = values
+        ops = [dist.P2POp(dist.isend, values, peer, group) for _, peer in peers]
+        ops += [dist.P2POp(dist.irecv, out[row], peer, group) for row, peer in peers]
+        self._do(call, lambda: _carry_out(ops))
         return out
 
     def spread(self, call: Call, values: torch.Tensor, source: int) -> None:
@@ -306,6 +311,11 @@ class Channel:
 
     def close(self) -> None:
         self._worker.close()
+
+
+def _carry_out(ops: list[Any]) -> None:
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from offload.storage.ticket import Ticket
 from offload.training.gradient_buffer import GradientBuffer, Memory
 from offload.training.waiting import Settles
 
-SUMMED = 1 << 16  # elements of gradients that are summed at a time
+SUMMED = 1 << 17  # elements of gradients that are summed at a time
 _UNREDUCED = "unreduced gradients"  # kind of memory
 
 Whole = Callable[[int], AbstractContextManager[torch.Tensor]]

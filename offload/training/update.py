@@ -16,6 +16,7 @@ that is waited for out of order comes next. Everything else that looks waits for
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -99,6 +100,7 @@ class PendingUpdate:
     _awaited: int = 0
     _urgent: Unit | None = None
     _begins: deque[Callable[[], None]] = field(default_factory=deque)
+    _announced: bool = False  # the exchanges of new weights
     _served: bool = False  # by a run under way, or one that failed and whose error nobody has heard yet
 
     def __post_init__(self) -> None:
@@ -256,13 +258,20 @@ class PendingUpdate:
 
         def gather() -> None:
             channel = self.ranks.updates
-            call = Call(Kind.DELIVER, unit.index, rows.numel())
-            channel.agree(call)
+            call = Call(Kind.DELIVER, unit.index, self._numbers())
+            if not self._announced:  # once for all units, which come in this order
+                channel.agree(call)
+                self._announced = True
             channel.gather(call, rows, self.ranks.split.rank)
 
         self._writes.add(
             lambda: self.ranks.updates.submit(gather), lambda: self.delivery.end(unit, weights, self._writes)
         )
+
+    def _numbers(self) -> int:
+        """What is to be exchanged, as a number."""
+        whole = [(u.unit.index, u.unit.layout.numel) for u in self.updates if not u.unit.sharded]
+        return zlib.crc32(repr(whole).encode())
 
     def _next(self) -> _Work:
         """The one that has begun, or that somebody waits for, or the first. Several ranks keep to one order."""

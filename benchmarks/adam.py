@@ -89,6 +89,8 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
         candidates["deepspeed with casts"] = timed(lambda: _with_casts(buffers, deepspeed_step))
     candidates["norm"] = timed(lambda: native.sum_squares(b.grad))
     candidates["torch norm"] = timed(lambda: torch.linalg.vector_norm(b.grad, dtype=torch.float32))
+    candidates["take"] = timed(lambda: native.accumulate_(b.out, b.grad, add=False))
+    candidates["copy, norm"] = timed(lambda: (b.out.copy_(b.grad), native.sum_squares(b.out)))
     seconds = interleaved(candidates, arguments.rounds)
     return _rows(seconds, arguments, why_not)
 
@@ -115,6 +117,7 @@ def _rows(seconds: dict[str, list[float]], arguments: argparse.Namespace, why_no
         row(all_fp32, "all fp32", why_no_deepspeed or "DeepSpeedCPUAdam, all fp32", "deepspeed"),
         row(name, "ours", why_no_deepspeed or "DeepSpeedCPUAdam, and the casts", "deepspeed with casts", 1.3),
         row("sum of squares of a bf16 gradient", "norm", "torch.linalg.vector_norm", "torch norm"),
+        row("a bf16 gradient copied and its squares summed", "take", "copied by torch, then summed", "copy, norm"),
     ]
     return rows
 

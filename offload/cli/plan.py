@@ -113,6 +113,7 @@ def _compared(model: Any, plan: Plan, settings: dict[str, Any]) -> list[tuple[st
             settings["batch_size"],
             settings["grad_accum"],
             plan.ranks,
+            plan.config.zero_stage,
             settings["recompute"],
             known,
         ),

@@ -16,7 +16,7 @@ Change = tuple[str, dict[str, Any]]
 
 
 def alternatives(
-    tiers: Sequence[str], batch_size: int, grad_accum: int, ranks: int, recompute: bool, with_tokens: bool
+    tiers: Sequence[str], batch_size: int, grad_accum: int, ranks: int, stage: int, recompute: bool, with_tokens: bool
 ) -> Iterator[Change]:
     """What could be done otherwise: a name, and the arguments of `offload.plan` that it changes."""
     yield "as asked", {}
@@ -25,7 +25,7 @@ def alternatives(
             yield "tiers " + ",".join(other), {"tiers": other}
     yield "bf16 moments", {"state_dtype": "bf16"}
     if ranks > 1:
-        yield from ((f"stage {stage}", {"zero_stage": stage}) for stage in (1, 2, 3))
+        yield from ((f"stage {other}", {"zero_stage": other}) for other in (1, 2, 3) if other != stage)
     if with_tokens:
         for factor in (2, 4, 8):
             yield f"batch {batch_size * factor}", {"batch_size": batch_size * factor}

@@ -89,6 +89,20 @@ def test_alternatives_are_compared(model: str, capsys: pytest.CaptureFixture[str
     assert found["recompute"]["activations"]["kept"] < found["as asked"]["activations"]["kept"]
 
 
+def test_other_stages_are_compared_for_several_ranks(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", model, *SMALL, "--ranks", "2", "--zero-stage", "2", "--compare", "--json"]
+    assert main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)["alternatives"]
+    assert [name for name in sorted(found) if name.startswith("stage")] == ["stage 1", "stage 3"]
+
+    def held(name: str, kind: str) -> int:
+        return sum(tier["by_kind"].get(kind, 0) for tier in found[name]["tiers"].values())
+
+    for kind, smaller, larger in (("gradients", "as asked", "stage 1"), ("weights", "stage 3", "as asked")):
+        assert held(smaller, kind) < held(larger, kind)
+    assert held("stage 1", "optimizer state") == held("stage 3", "optimizer state")
+
+
 def test_the_fastest_comes_first(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", model, "--hardware", "rtx4090", "--seq-len", "16", "--compare", "--json"]
     assert main(arguments) == 0

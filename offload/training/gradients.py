@@ -24,6 +24,7 @@ from offload.training.steps import Waiting, unmeasured
 from offload.training.waiting import plain
 
 _UNDER_WAY = 8  # gradients that may wait on the device for their copy
+_LANDING = 1 << 21  # elements of one that is to be added, of which two such parts at a time have memory of their own
 
 
 def gradient_dtype(compute: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -90,23 +91,48 @@ class Gradients:
         self, buffer: GradientBuffer, index: int, target: torch.Tensor, gradient: torch.Tensor, add: bool
     ) -> None:
         """To the host, where a thread adds it, or sums its squares, once it has landed."""
-        most = 1 if add else _UNDER_WAY  # what is to be added needs memory of its own
-        while self._under_way and (self._under_way[0][0].done() or len(self._under_way) >= most):
-            ticket, _, of = self._under_way.popleft()
-            self._wait_for(ticket, of)
-        landing = torch.empty_like(target) if add else target
-        copy = self._device.download(landing, gradient)
+        if add:
+            self._add(buffer, index, target, gradient)
+            return
+        self._make_way(_UNDER_WAY)
+        copy = self._device.download(target, gradient)
 
         def land() -> None:
             copy.wait()
-            if add:
-                self._take(buffer, index, target, landing, add)
-            elif target.device.type == "cpu":
+            if target.device.type == "cpu":
                 start = time.monotonic_ns()
                 buffer.came(index, native.sum_squares(target))
                 _trace(buffer, index, start)
 
         self._under_way.append((FutureTicket(self._thread.submit(land)), gradient, buffer.unit.name))
+
+    def _add(self, buffer: GradientBuffer, index: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
+        """As :meth:`_bring`, part by part."""
+        source, count = gradient.view(-1), gradient.numel()
+        start, squares = time.monotonic_ns(), 0.0
+
+        def land(copy: Ticket, landing: torch.Tensor, part: slice) -> None:
+            nonlocal squares
+            copy.wait()
+            squares = native.accumulate_(target.view(-1)[part], landing, add=True, start=squares)
+            if part.stop >= count:
+                torch.autograd.graph.increment_version(target)
+                buffer.came(index, squares)
+                _trace(buffer, index, start)
+
+        for first in range(0, max(count, 1), _LANDING):
+            self._make_way(2)
+            part = slice(first, first + _LANDING)
+            landing = torch.empty(source[part].numel(), dtype=target.dtype, device=target.device)
+            copy = self._device.download(landing, source[part])
+            ticket = FutureTicket(self._thread.submit(land, copy, landing, part))
+            self._under_way.append((ticket, gradient, buffer.unit.name))
+
+    def _make_way(self, most: int) -> None:
+        """Wait for the oldest until fewer than ``most`` are under way."""
+        while self._under_way and (self._under_way[0][0].done() or len(self._under_way) >= most):
+            ticket, _, of = self._under_way.popleft()
+            self._wait_for(ticket, of)
 
     def _wait_for(self, ticket: Ticket, name: str) -> None:
         with nullcontext() if ticket.done() else self._waiting("gradient", name):

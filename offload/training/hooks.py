@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.sharding.unit import Unit
 from offload.training.runtime import Frame, Runtime
+from offload.training.uses import TiedUses, tied
 
 Hook = TypeVar("Hook", bound=Callable[..., None])
 
@@ -27,6 +28,10 @@ def attach(runtime: Runtime, model: nn.Module, users: Sequence[tuple[nn.Module, 
         before, after = _around(runtime, module, units)
         handles.append(module.register_forward_pre_hook(before))
         handles.append(module.register_forward_hook(after, always_call=True))
+    uses = TiedUses(runtime)
+    for module, parameters in tied(model).items():
+        watch = _not_compiled(uses.after_forward(parameters))
+        handles.append(module.register_forward_hook(watch, with_kwargs=True))
     for unit in runtime.units:
         for member in unit.members:
             if member.parameter.is_floating_point():

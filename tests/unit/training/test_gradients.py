@@ -80,6 +80,25 @@ def test_added_in_the_order_of_arrival(device: Device, kept: torch.dtype, arrivi
             assert torch.equal(got, want)
 
 
+def test_added_part_by_part(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it lands takes no more than a part; the bits, of the sum of squares too, are those of the whole."""
+    monkeypatch.setattr("offload.training.gradients._LANDING", 4096)
+    monkeypatch.setattr("tests.unit.training.test_gradients.SHAPES", [(129, 100), (3,)])
+    gradients, unit, _ = made(device)
+    landed: list[int] = []
+    download = device.download
+    monkeypatch.setattr(device, "download", lambda dst, src: (landed.append(dst.numel()), download(dst, src))[1])
+    first, second = random((129, 100), 1), random((129, 100), 2)
+    for gradient in (first, second):
+        gradients.arrived(unit, 0, gradient.clone())
+    squares = gradients.sum_squares(unit, 0)
+    got = gradients.get(unit, 0)
+    assert got is not None
+    assert torch.equal(got, first + second)
+    assert squares == native.sum_squares(first + second)
+    assert landed in ([], [12900, 4096, 4096, 4096, 12900 - 3 * 4096])
+
+
 def test_memory_is_asked_for_once_and_late(device: Device) -> None:
     gradients, unit, asked = made(device)
     assert gradients.get(unit, 0) is None

@@ -17,7 +17,6 @@ from offload.planning.hardware import budgets_for
 from offload.planning.memory import (
     DELIVERY_BUFFERS,
     PREFETCH,
-    WHOLE_GRADIENTS,
     MemoryPlan,
     budgets_with_less_disk,
     plan_memory,
@@ -259,8 +258,8 @@ class Builder:
         dtypes = [gradient_dtype(unit.dtype, config.grad_dtype) for unit in parts.units]
         if not ranks.alone:
             visible = self._device.host_visible
-            received, total, unreduced = reduction_bytes(plan.cut, plan.layouts, config, ranks.split, visible)
-            memory = ReductionMemory(allocation, received, total, unreduced // WHOLE_GRADIENTS, WHOLE_GRADIENTS)
+            need = reduction_bytes(plan.cut, plan.layouts, config, ranks.split, visible)
+            memory = ReductionMemory(allocation, need.received, need.total, need.whole, need.count)
             parts.transfers.scratch = memory.received
             shares = [memory.share(*home, dtype, ranks.split) for home, dtype in zip(homes, dtypes, strict=True)]
             return ReducedGradients(

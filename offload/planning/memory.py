@@ -147,6 +147,7 @@ def _plan(
     )
     units = tuple(_size(p, layout, config, budgets["gpu"], split) for p, layout in zip(cut.units, layouts, strict=True))
     per_element = state_bytes(config.state_dtype)
+    reducing = reduction_bytes(cut, layouts, config, split, host_visible)
     piece, largest = _largest_gradient(cut, layouts, config)
     any_block = max((round_up(b.count * per_element) for b in _possible_blocks(cut, layouts)), default=PAGE)
     demand = Demand(
@@ -161,7 +162,7 @@ def _plan(
         summing=(3 if host_visible else 1) * largest,  # see docs/decisions/0004
         may_spill=split.alone,
         state_with_weights=_state_with_weights(split, host_visible),
-        reducing=sum(reduction_bytes(cut, layouts, config, split, host_visible)),
+        reducing=reducing.received + reducing.total + reducing.unreduced,
         notes=sum(
             note_bytes(nbytes, granule)
             for size in units
@@ -188,16 +189,31 @@ def _multiple(plan: UnitPlan, split: Split) -> int:
     return 1 if split.ranks == 1 else split.ranks * PAGE // min(plan.dtype.itemsize, PAGE)
 
 
-WHOLE_GRADIENTS = 3  # of a unit: one being filled, two being averaged
+_WHOLE, _MOST = 3, 8  # units' gradients before they are averaged, at least (one is being filled) and at most
+_CHEAP = 64 << 20  # bytes in which there may be more than the least, so that backward seldom waits for the network
+
+
+@dataclass(frozen=True)
+class Reducing:
+    """Host bytes for averaging gradients over ranks: what is ``received`` (on an accelerator, weights too), the fp32
+    ``total``, and ``count`` times the gradients of a ``whole`` unit (0: in stage 1 these stay, as gradients)."""
+
+    received: int = 0
+    total: int = 0
+    whole: int = 0
+    count: int = 0
+
+    @property
+    def unreduced(self) -> int:
+        return self.count * self.whole
 
 
 def reduction_bytes(
     cut: Partition, layouts: Sequence[FlatLayout], config: WrapConfig, split: Split, host_visible: bool
-) -> tuple[int, int, int]:
-    """Host bytes for averaging gradients over ranks: what is received (on an accelerator, weights too), the fp32 sum,
-    and gradients of whole units that are not averaged yet (in stage 1 these stay, as gradients)."""
+) -> Reducing:
+    """What one rank of ``split`` needs."""
     if split.alone:
-        return 0, 0, 0
+        return Reducing()
     received = total = whole = 0
     for plan, layout in zip(cut.units, layouts, strict=True):
         if not host_visible:
@@ -211,7 +227,9 @@ def reduction_bytes(
             summed = min(share, SUMMED) if split.replicas == 1 else (1 + split.replicas) * share
             total = max(total, round_up(summed * torch.float32.itemsize))
             whole = max(whole, round_up(layout.numel * kept.itemsize))
-    return received, total, 0 if split.stage == 1 else WHOLE_GRADIENTS * whole
+    if split.stage == 1 or not whole:
+        return Reducing(received, total)
+    return Reducing(received, total, whole, max(_WHOLE, min(_MOST, _CHEAP // whole)))
 
 
 def _state_with_weights(split: Split, host_visible: bool) -> bool:

@@ -113,9 +113,9 @@ def _tiers(plan: MemoryPlan, budgets: Mapping[str, int], host_visible: bool, con
     add("cpu", "staging", staging + delivery + pieces)
     add("cpu", "checksums", plan.notes())
     if not plan.split.alone:
-        received, total, unreduced = reduction_bytes(plan.cut, plan.layouts, config, plan.split, host_visible)
-        add("cpu", "collectives", max(received, PAGE) + max(total, PAGE))
-        add("cpu", "unreduced gradients", unreduced)
+        reducing = reduction_bytes(plan.cut, plan.layouts, config, plan.split, host_visible)
+        add("cpu", "collectives", max(reducing.received, PAGE) + max(reducing.total, PAGE))
+        add("cpu", "unreduced gradients", reducing.unreduced)
     looked_at = plan.demand.arriving if placed.spills else 0  # a whole gradient of those on disk, as p.grad shows it
     passing = {"gpu": moving, "cpu": tiles + looked_at}
     return {name: TierPlan(name, budgets[name], kinds, passing.get(name, 0)) for name, kinds in held.items()}

@@ -33,7 +33,6 @@ from offload.training.split_gradient import SplitGradient, refusal, stand_in
 from offload.training.steps import Waiting, unmeasured
 
 _NONE, _SOME, _ALL = 0, 1, 2  # of a unit's gradients that are here
-_UNDER_WAY = 2  # reductions, each of which holds a whole unit's gradients
 
 
 class ReducedGradients(Gradients):
@@ -61,6 +60,8 @@ class ReducedGradients(Gradients):
         self.deferred = False  # see `offload.no_sync`
         self.by_active = False  # divide by the number of ranks that have batches, see `offload.join`
         self.may_defer = all(buffer.keeps_whole for buffer in buffers)
+        # Reductions, each of which holds a whole unit's gradients but where these have memory of their own.
+        self._most = len(buffers) if self.may_defer else memory.count - 1
 
     def arrived(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
         buffer, gradient = self._shares[unit.index], gradient.detach()
@@ -108,7 +109,7 @@ class ReducedGradients(Gradients):
 
     def _submit(self, buffer: ShareBuffer) -> None:
         buffer.settle()
-        while self._reducing and (self._reducing[0][0].done() or len(self._reducing) >= _UNDER_WAY):
+        while self._reducing and (self._reducing[0][0].done() or len(self._reducing) >= self._most):
             self._wait_for(*self._reducing[0])
             self._reducing.popleft()
         local, arrived = buffer.take_local()

@@ -150,7 +150,7 @@ class ReductionMemory:
     ``count`` times the gradients of a ``whole`` unit (0: these stay, as in stage 1)."""
 
     def __init__(self, allocation: Allocation, received: int, total: int, whole: int, count: int) -> None:
-        self._allocation = allocation
+        self._allocation, self.count = allocation, count
         self.received = allocation.host_memory(received, "collectives").tensor
         self.total = allocation.host_memory(total, "collectives").tensor
         pool = allocation.pool(count if whole else 0, whole, poison=False, kind=_UNREDUCED)

@@ -22,6 +22,9 @@ import torch
 from torch import nn
 
 from offload.sharding.layout import ALIGN
+from offload.sizes import PAGE, round_up
+
+_WORTH_IT = 4 * PAGE  # bytes of frozen parameters for which a unit is cut
 
 
 @dataclass
@@ -106,9 +109,17 @@ class _Partitioner:
     def _bytes(self, module: nn.Module) -> int:
         return sum(footprint(p, compute_dtype(p, self._dtype)) for p in module.parameters())
 
+    def _is_mostly_frozen(self, module: nn.Module, recurse: bool) -> bool:
+        """See Note [Adapters]. Units are whole pages, so it must be worth some, and there must be room for those."""
+        sizes = {False: 0, True: 0}
+        for parameter in module.parameters(recurse):
+            sizes[parameter.requires_grad] += footprint(parameter, compute_dtype(parameter, self._dtype))
+        frozen, trained = round_up(sizes[False]), round_up(sizes[True])
+        return 0 < trained < frozen and frozen >= _WORTH_IT and frozen + trained <= self._largest
+
     def _take(self, name: str, module: nn.Module, recurse: bool) -> None:
         open_units: dict[tuple[torch.dtype, bool], int] = {}
-        apart = _is_mostly_frozen(module, recurse)
+        apart = self._is_mostly_frozen(module, recurse)
         for parameter_name, parameter in module.named_parameters(prefix=name, recurse=recurse):
             if parameter in self._owner:
                 continue
@@ -130,14 +141,6 @@ class _Partitioner:
 
 def _works_in_tiles(module: nn.Module, parameter: nn.Parameter) -> bool:
     return isinstance(module, nn.Linear | nn.Embedding) and parameter is module.weight
-
-
-def _is_mostly_frozen(module: nn.Module, recurse: bool) -> bool:
-    """See Note [Adapters]."""
-    sizes = {False: 0, True: 0}
-    for parameter in module.parameters(recurse):
-        sizes[parameter.requires_grad] += parameter.numel()
-    return 0 < sizes[True] < sizes[False]
 
 
 def _has_repeated_blocks(module: nn.Module) -> bool:

@@ -86,20 +86,16 @@ class FinetuneRun:
             self._check_model()
         with listening(self._work), self._work:
             with self._phase("plan"):
-                self._plan()
+                self.report.plan = plan_of_run(self.model, config, self.crew.count) if self.crew.first else None
             with self._phase("wrap"):
                 self._wrap()
+            if foretold := said(self.report.plan):
+                self.progress.say(foretold)
             self._resume()
         try:
             config.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot make the directory {config.out} for the result: {error.strerror}") from error
-
-    def _plan(self) -> None:
-        if self.crew.first:
-            self.report.plan = plan_of_run(self.model, self.config, self.crew.count)
-            if self.report.plan is not None:
-                self.progress.say(said(self.report.plan))
 
     def _wrap(self) -> None:
         import offload

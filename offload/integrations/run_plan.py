@@ -40,8 +40,8 @@ def plan_of_run(model: nn.Module, config: FinetuneConfig, ranks: int) -> dict[st
     }
 
 
-def said(plan: dict[str, Any]) -> str:
-    """One line for people."""
-    if plan["step_s"] is None:
-        return f"plan: no time of a step ({plan['not_predicted']})"
+def said(plan: dict[str, Any] | None) -> str:
+    """One line for people, of the time of a step; empty where that is not known."""
+    if plan is None or plan["step_s"] is None:
+        return ""
     return f"plan: a step takes {plan['step_s']:.3g} s, bound by {plan['bound_by']} ({plan['hardware']})"

@@ -1,4 +1,4 @@
-"""Ranks on this machine, against torch's own: `python -m benchmarks.ranks [--size 15m] [--ranks 2] [--json FILE]`.
+"""Ranks on this machine, against torch's own: `python -m benchmarks.ranks [--model 15m] [--ranks 2] [--json FILE]`.
 
 The same Llama in fp32 on processes with Gloo between them, everything in memory, one kernel thread each: our stage 3
 beside FSDP2 (`fully_shard` of each block), our stages 2 and 1 beside DistributedDataParallel with
@@ -32,6 +32,7 @@ from benchmarks.step import positive
 
 TITLE = "training steps of several ranks"
 BAR = 1.0
+STEPS = 2  # that an engine takes in each round
 DDP = "DDP and ZeroRedundancyOptimizer"
 PAIRS = {"offload, stage 3": "FSDP2", "offload, stage 2": DDP, "offload, stage 1": DDP}
 
@@ -55,10 +56,9 @@ class Figures:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this benchmark."""
-    parser.add_argument("--size", choices=list(models.SIZES), default="15m", help="model (15m)")
+    parser.add_argument("--model", choices=list(models.SIZES), default="15m", help="model of several ranks (15m)")
     parser.add_argument("--ranks", type=positive, default=2, help="processes (2)")
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/zero.md as well")
-    parser.add_argument("--steps", type=positive, default=2, help="steps that an engine takes in each round (2)")
 
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
@@ -66,8 +66,8 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     lines = ["| engine | ranks | held by a rank, MB | sent by a rank in a step, MB | s per step |", "|---" * 5 + "|"]
     for ours, peer in PAIRS.items():
-        found = _on_ranks(arguments.size, arguments.ranks, (ours, peer), arguments.rounds, arguments.steps)
-        name, (mine, theirs) = f"{arguments.size}, {ours}", (found[ours], found[peer])
+        found = _on_ranks(arguments.model, arguments.ranks, (ours, peer), arguments.rounds, STEPS)
+        name, (mine, theirs) = f"{arguments.model}, {ours}", (found[ours], found[peer])
         of = f"{arguments.ranks} ranks"
         rows += [
             rate_row(f"{name}: steps, {of}", mine.seconds, 1.0, "step/s", peer, theirs.seconds, BAR),

@@ -18,7 +18,7 @@ def test_rows_of_time_of_what_is_held_and_of_what_is_sent(
 ) -> None:
     monkeypatch.setattr(ranks, "PAIRS", {"offload, stage 2": ranks.DDP})
     report = tmp_path / "ranks.json"
-    arguments = ["--size", "tiny", "--rounds", "1", "--steps", "1", "--markdown", "--json", str(report)]
+    arguments = ["--model", "tiny", "--rounds", "1", "--markdown", "--json", str(report)]
     assert _common.run([ranks], arguments) == 0
     steps, held, sent = json.loads(report.read_text())["rows"]
     assert steps["bar"] == 1.0

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import __main__ as everything
 from benchmarks import _common, adam, imports, io
 from benchmarks.peers import disk
 from offload import native
@@ -51,6 +52,15 @@ def test_adam_runs_small_and_writes_its_rows(tmp_path: Path, capsys: pytest.Capt
     bars = [row["bar"] for row in written["rows"] if row["bar"] is not None]
     assert bars == [0.9, 1.0, 1.3]
     assert "torch AdamW fused" in capsys.readouterr().out
+
+
+def test_all_benchmarks_have_one_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """No two of them have an option of one name."""
+    monkeypatch.setattr("sys.argv", ["benchmarks", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        everything.main()
+    out = capsys.readouterr().out
+    assert all(option in out for option in ("--params", "--dir", "--sizes", "--ranks"))
 
 
 def test_io_runs_small_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

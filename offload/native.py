@@ -349,6 +349,8 @@ def _tensor(name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype], n:
         raise TypeError(f"{name} must be of {' or '.join(str(d) for d in dtypes)}, got {tensor.dtype}")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, its strides are those of a view; pass a flat buffer")
+    if tensor.is_neg():
+        raise ValueError(f"{name} must hold its values, it is to be negated when read; pass tensor.resolve_neg()")
     if n is not None and tensor.numel() != n:
         raise ValueError(f"{name} must have {n} elements like the first tensor, it has {tensor.numel()}")
     return tensor.numel()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.errors import OffloadError
 from offload.sharding.unit import Unit
 from offload.storage.memory import view
 from offload.training.waiting import Settles, plain, waiting
@@ -39,6 +40,14 @@ class Memory:
         if self.looked_at:
             self.looked_at = not self.countable or self._references() != self._own
         return not self.looked_at
+
+
+def not_whole(name: str) -> OffloadError:
+    """For whoever asks for the gradient of the parameter ``name``, part of which is missing."""
+    return OffloadError(
+        f"the gradient of {name!r} was not written whole, for an error in backward; clear the gradients "
+        "(optimizer.zero_grad()) and take the batch again"
+    )
 
 
 class GradientMemory:
@@ -85,6 +94,7 @@ class GradientBuffer:
         self.present = [False] * len(unit.members)
         self.promised: set[int] = set()  # members whose gradient is a promised update's, and none has come since
         self.sums: list[float | None] = [None] * len(unit.members)  # of squares, where known
+        self.lost: dict[int, BaseException] = {}  # members whose gradient has not come whole, and why
         self._looked_at: set[int] = set()  # members whose gradient somebody may be changing
 
     @property
@@ -107,9 +117,19 @@ class GradientBuffer:
         self.promised.discard(index)
         return place
 
+    def lose(self, index: int, error: BaseException) -> None:
+        """An error came while the gradient did. It is there, so that somebody must clear it, and of no use."""
+        self.lost.setdefault(index, error)
+        self.sums[index] = None
+
+    def require(self, index: int) -> None:
+        """OffloadError unless the gradient has come whole."""
+        if index in self.lost:
+            raise not_whole(self.unit.members[index].name) from self.lost[index]
+
     def came(self, index: int, squares: float) -> None:
         """The gradient has come, and this is the sum of its squares. See Note [The norm is known]."""
-        if index not in self._looked_at:
+        if index not in self._looked_at and index not in self.lost:
             self.sums[index] = squares
 
     def show(self, index: int) -> torch.Tensor:
@@ -156,6 +176,7 @@ class GradientBuffer:
 
     def let_go(self, index: int) -> None:
         """The gradient is cleared. Whoever kept ``p.grad`` keeps its values: the tensor gets memory of its own."""
+        self.lost.pop(index, None)
         view = plain(self.view(index))
         self._views[index] = view.detach()  # another object over the same memory
         if sys.getrefcount(view) > _OURS:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
@@ -60,18 +60,25 @@ class Gradients:
 
     def arrived(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
         """Take a gradient that autograd has just finished; added to what is there, in the order of arrival."""
-        buffer, gradient = self._buffers[unit.index], gradient.detach()
+        buffer, gradient = self._buffers[unit.index], gradient.detach().resolve_neg()
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         if isinstance(buffer, SpilledBuffer):
             buffer.put(index, gradient, add=buffer.present[index])
             return
         target, add = buffer.begin(index), buffer.present[index]
-        if self._device.host_visible or buffer.in_compute:
-            self._take(buffer, index, target, gradient, add)
-        else:
-            self._bring(buffer, index, target, gradient.to(buffer.dtype).contiguous(), add)
-        buffer.present[index] = True
+        if add:
+            buffer.require(index)
+        try:
+            if self._device.host_visible or buffer.in_compute:
+                self._take(buffer, index, target, gradient, add)
+            else:
+                self._bring(buffer, index, target, gradient.to(buffer.dtype).contiguous(), add)
+        except BaseException as error:
+            buffer.lose(index, error)
+            raise
+        finally:
+            buffer.present[index] = True
 
     @staticmethod
     def _take(buffer: GradientBuffer, index: int, target: torch.Tensor, gradient: torch.Tensor, add: bool) -> None:
@@ -98,11 +105,12 @@ class Gradients:
         copy = self._device.download(target, gradient)
 
         def land() -> None:
-            copy.wait()
-            if target.device.type == "cpu":
-                start = time.monotonic_ns()
-                buffer.came(index, native.sum_squares(target))
-                _trace(buffer, index, start)
+            with _losing(buffer, index):
+                copy.wait()
+                if target.device.type == "cpu":
+                    start = time.monotonic_ns()
+                    buffer.came(index, native.sum_squares(target))
+                    _trace(buffer, index, start)
 
         self._under_way.append((FutureTicket(self._thread.submit(land)), gradient, buffer.unit.name))
 
@@ -113,8 +121,9 @@ class Gradients:
 
         def land(copy: Ticket, landing: torch.Tensor, part: slice) -> None:
             nonlocal squares
-            copy.wait()
-            squares = native.accumulate_(target.view(-1)[part], landing, add=True, start=squares)
+            with _losing(buffer, index):
+                copy.wait()
+                squares = native.accumulate_(target.view(-1)[part], landing, add=True, start=squares)
             if part.stop >= count:
                 torch.autograd.graph.increment_version(target)
                 buffer.came(index, squares)
@@ -131,8 +140,17 @@ class Gradients:
     def _make_way(self, most: int) -> None:
         """Wait for the oldest until fewer than ``most`` are under way."""
         while self._under_way and (self._under_way[0][0].done() or len(self._under_way) >= most):
-            ticket, _, of = self._under_way.popleft()
-            self._wait_for(ticket, of)
+            self._wait_for_first()
+
+    def _wait_for_first(self) -> None:
+        """Until it has landed, or has failed, which its buffer knows. Interrupted, it is still under way."""
+        ticket, _, name = self._under_way[0]
+        try:
+            self._wait_for(ticket, name)
+        except Exception:
+            self._under_way.popleft()
+            raise
+        self._under_way.popleft()
 
     def _wait_for(self, ticket: Ticket, name: str) -> None:
         with nullcontext() if ticket.done() else self._waiting("gradient", name):
@@ -143,11 +161,9 @@ class Gradients:
         return all(ticket.done() for ticket, _, name in self._under_way if name == unit.name)
 
     def wait(self) -> None:
-        """Until every gradient has landed."""
+        """Until every gradient has landed. Raises what went wrong with one, once; its buffer keeps it."""
         while self._under_way:
-            ticket, _, name = self._under_way[0]
-            self._wait_for(ticket, name)
-            self._under_way.popleft()
+            self._wait_for_first()
 
     def turn(self) -> None:
         """A forward pass of the whole model begins."""
@@ -171,6 +187,7 @@ class Gradients:
         self.wait()
         if isinstance(buffer, SpilledBuffer):
             return buffer.sum_squares(index)
+        buffer.require(index)
         known = buffer.sums[index]
         if known is not None:
             return known
@@ -197,7 +214,9 @@ class Gradients:
 
     def set(self, unit: Unit, index: int, value: torch.Tensor | None) -> None:
         buffer = self._buffers[unit.index]
-        self.wait()
+        while self._under_way:
+            with suppress(Exception):  # kept by its buffer until that gradient is cleared or replaced
+                self._wait_for_first()
         if value is None:
             if buffer.present[index]:
                 buffer.let_go(index)
@@ -217,8 +236,19 @@ class Gradients:
             buffer.show(index)
         else:
             buffer.begin(index).copy_(value)
+            buffer.lost.pop(index, None)
         buffer.promised.discard(index)
         buffer.present[index] = True
+
+
+@contextmanager
+def _losing(buffer: GradientBuffer, index: int) -> Iterator[None]:
+    """What fails inside leaves a gradient that is not whole."""
+    try:
+        yield
+    except BaseException as error:
+        buffer.lose(index, error)
+        raise
 
 
 def _trace(buffer: GradientBuffer, index: int, start_ns: int) -> None:

@@ -30,6 +30,7 @@ from offload.storage.memory import view
 from offload.storage.staging import StagingPool
 from offload.storage.ticket import Ticket
 from offload.storage.tiers import Tier
+from offload.training.gradient_buffer import not_whole
 from offload.training.pieces import Buffers, PieceReader, read_pieces
 from offload.training.spilled import SpilledGradient, alias, shape_only
 from offload.training.waiting import Settles
@@ -132,7 +133,7 @@ class SpilledBuffer:
         self._rescue(index)
         loaded = self._spill.put_back((self, index))
         try:
-            self._store(index, gradient.detach().reshape(-1), add)
+            self._store(index, gradient.detach().resolve_neg().reshape(-1), add)
         except BaseException:
             self._lost.add(index)
             self.present[index] = True  # somebody must clear it
@@ -154,10 +155,7 @@ class SpilledBuffer:
 
     def _require(self, index: int) -> None:
         if index in self._lost:
-            raise OffloadError(
-                f"the gradient of {self.unit.members[index].name!r} was not written whole, for an error in backward; "
-                "clear the gradients (optimizer.zero_grad()) and take the batch again"
-            )
+            raise not_whole(self.unit.members[index].name)
 
     def _store(self, index: int, source: torch.Tensor, add: bool) -> None:
         self._settle_writes(index)
@@ -177,17 +175,17 @@ class SpilledBuffer:
 
     def _fill(self, values: torch.Tensor, source: torch.Tensor, add: bool, total: float) -> float:
         """One piece; returns ``total`` and the sum of its squares."""
-        source = source.to(self.dtype)  # first, so that it is rounded once and alike wherever it is added
+        source = source.to(self.dtype).contiguous()  # first, so that it is rounded once and alike wherever it is added
         device = self._spill.device
         if source.device.type == "cpu" or device.host_visible:
             return native.accumulate_(values, source, add=add, start=total)
         if not add:
-            device.download(values, source.contiguous()).wait()
+            device.download(values, source).wait()
             return native.sum_squares(values, total)
         other = self._spill.take()
         try:
             arrived = view(other, self.dtype, 0, values.numel())
-            device.download(arrived, source.contiguous()).wait()
+            device.download(arrived, source).wait()
             return native.accumulate_(values, arrived, add=True, start=total)
         finally:
             self._spill.arriving.release(other)

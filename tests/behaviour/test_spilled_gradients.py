@@ -277,3 +277,12 @@ def test_a_gradient_that_was_lost_is_not_stepped_with(tmp_path: Path) -> None:
     one_step(disk, optimizer, BATCHES[:2])
     one_step(want, adamw(want), BATCHES[:2])
     assert_same(masters(disk), masters(want))
+
+
+def test_a_gradient_of_any_layout_is_assigned(tmp_path: Path) -> None:
+    disk = model(tmp_path, 0, dtype="fp32")
+    for p in disk.parameters():
+        strided = torch.arange(2.0 * p.numel())[::2].view(p.shape)
+        for value in (strided, torch.ones(1).expand(p.shape), torch._neg_view(strided)):
+            p.grad = value
+            assert torch.equal(p.grad + 0, value + 0)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from offload import native
+from offload.errors import OffloadError
 from offload.lanes import Lanes
 from offload.sharding.layout import flat_layout
 from offload.sharding.unit import Member, Unit
 from offload.storage.device import Device, HostDevice
 from offload.storage.memory import HostMemory
 from offload.storage.simulated import SimulatedDevice
+from offload.training import gradients as gradients_module
 from offload.training.gradient_buffer import GradientBuffer, GradientMemory, Memory
 from offload.training.gradients import Gradients, gradient_dtype
 from tests.unit.training.parts import FakeHome, FakeRegion
@@ -179,6 +184,66 @@ def test_other_layouts_of_memory(device: Device) -> None:
     got = gradients.get(unit, 0)
     assert got is not None
     assert torch.equal(got, transposed + 1)
+
+
+def raises(kind: type[Exception], action: Callable[[], object]) -> bool:
+    try:
+        action()
+    except kind:
+        return True
+    return False
+
+
+def test_a_gradient_that_did_not_come_whole_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Landing N fails, for every N; nothing of that gradient is used until it was cleared, and the others are whole."""
+    monkeypatch.setattr(gradients_module, "_LANDING", 4)
+    accumulate, count = native.accumulate_, 0
+
+    def failing(*args: Any, **settings: Any) -> float:
+        nonlocal count
+        count += 1
+        if count == fails:
+            raise MemoryError("no room")
+        return accumulate(*args, **settings)
+
+    monkeypatch.setattr(native, "accumulate_", failing)
+    for fails in itertools.count(1):
+        device, count = SimulatedDevice(Lanes(), delay=lambda lane: 1e-4), 0
+        gradients, unit, _ = made(device)
+        errors = 0
+        for seed, index in itertools.product((1, 2), range(len(SHAPES))):
+            arrive = functools.partial(gradients.arrived, unit, index, random(SHAPES[index], seed))
+            errors += not errors and raises(MemoryError, arrive)  # a backward ends at its first error
+        errors += raises(MemoryError, gradients.wait)
+        assert errors == (count >= fails)
+        assert not raises(MemoryError, gradients.wait)
+        lost = [
+            i for i in range(len(SHAPES)) if raises(OffloadError, functools.partial(gradients.sum_squares, unit, i))
+        ]
+        assert bool(lost) == bool(errors)
+        for index in set(range(len(SHAPES))) - set(lost):
+            whole = random(SHAPES[index], 1) + random(SHAPES[index], 2)
+            assert errors or torch.equal(gradients.get(unit, index), whole)
+        for index in lost:
+            with pytest.raises(OffloadError):
+                gradients.arrived(unit, index, random(SHAPES[index], 3))
+            gradients.set(unit, index, None)
+            assert gradients.sum_squares(unit, index) == 0
+            gradients.arrived(unit, index, random(SHAPES[index], 3))
+            assert torch.equal(gradients.get(unit, index), random(SHAPES[index], 3))
+        device.close()
+        if not errors:
+            break
+    assert fails == 40  # 4 + 1 + 1 + 33 parts are added
+
+
+def test_a_gradient_that_waits_to_be_negated(device: Device) -> None:
+    gradients, unit, _ = made(device)
+    for value in (1.0, 2.0):
+        gradients.arrived(unit, 0, torch._neg_view(torch.full((3, 5), value)))
+    assert torch.equal(gradients.get(unit, 0), torch.full((3, 5), -3.0))
+    with pytest.raises(ValueError, match="resolve_neg"):
+        native.sum_squares(torch._neg_view(torch.ones(4)))
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["arrive", "clear", "set", "look"])), max_size=25))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -81,11 +82,16 @@ class Builder:
         # These refuse what the environment cannot have.
         kernels = f"{native.isa()} ({native.threads()} threads), checksums in {native.crc()}"
         tiers = {tier: Tier(tier, budget) for tier, budget in budgets.items()}
-        backend, swap = self._open_swap(plan)
-        pin = self._config.pin is not False
-        allocation = Allocation(self._device, tiers, self._config.tiers, swap, pin, plan.granule())
-        spill = self._spill(plan, tiers["cpu"], allocation)
-        parts = self._parts(plan, tiers, allocation, backend, swap, spill)
+        with ExitStack() as opened:
+            backend, swap = self._open_swap(plan)
+            for files in (backend, swap):
+                if files is not None:
+                    opened.callback(files.close)
+            pin = self._config.pin is not False
+            allocation = Allocation(self._device, tiers, self._config.tiers, swap, pin, plan.granule())
+            spill = self._spill(plan, tiers["cpu"], allocation)
+            parts = self._parts(plan, tiers, allocation, backend, swap, spill)
+            opened.pop_all()  # the parts close them
         before = originals(self._model)
         try:
             with self._ranks.telling():

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 # Elements worked on at a time: a block of optimizer state (sharding.layout.BLOCK) in one go, so that an update that
-# fails has changed nothing of it. An accelerator needs longer kernels.
+# fails has changed nothing of it.
 _CHUNK = 1 << 19
-_ACCELERATOR_CHUNK = 1 << 22
 
 # Shape of the sum of squares, as in native/kernels.h and kernels.cpp.
 _BLOCK = 4096
@@ -111,8 +110,7 @@ def adamw_(
 
 
 def _chunks(tensor: torch.Tensor) -> list[slice]:
-    size = _CHUNK if tensor.device.type == "cpu" else _ACCELERATOR_CHUNK
-    return [slice(at, min(at + size, tensor.numel())) for at in range(0, tensor.numel(), size)]
+    return [slice(at, min(at + _CHUNK, tensor.numel())) for at in range(0, tensor.numel(), _CHUNK)]
 
 
 def _update(

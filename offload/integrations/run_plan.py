@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import nn
 
 from offload.errors import ConfigError
 from offload.integrations.finetune_config import FinetuneConfig
+
+log = logging.getLogger("offload")
 
 __all__ = ["plan_of_run", "said"]
 
@@ -25,6 +28,9 @@ def plan_of_run(model: nn.Module, config: FinetuneConfig, ranks: int) -> dict[st
     try:
         plan = offload.plan(model, ranks=ranks, **settings, **config.wrap)
     except ConfigError:
+        return None
+    except Exception as error:  # noqa: BLE001  # it is of a foreign model, and a forecast must not stop a run
+        log.warning("this run is not planned: %s: %s", type(error).__name__, error)
         return None
     if not plan.fits:
         return None

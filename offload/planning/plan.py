@@ -241,17 +241,17 @@ def _traced(
     largest: int,
     recompute: Callable[[nn.Module], None] | None,
 ) -> tuple[Trace | None, str]:
-    copy = meta_copy(model, config.dtype).train()
-    if recompute is not None:
-        recompute(copy)
-    cut = partition(copy, config.dtype, largest)
     try:
+        copy = meta_copy(model, config.dtype).train()
+        if recompute is not None:
+            recompute(copy)
+        cut = partition(copy, config.dtype, largest)
         return trace(copy, cut, batch.inputs, batch.loss), ""
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001  # a foreign forward may raise anything: then it is not known
         line = next(iter(str(error).strip().splitlines()), "")
-        return None, f"the model cannot run without numbers ({type(error).__name__}: {line})"
+        return None, f"a copy of the model cannot be made or run without numbers ({type(error).__name__}: {line})"
 
 
 def _speed(

@@ -281,7 +281,7 @@ class Channel:
         return self._collect_texts(call, text)
 
     def _collect_texts(self, call: Call, text: str) -> list[str]:
-        data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(text.encode("utf-8", "backslashreplace") or b" "), dtype=torch.uint8)
         sizes = self.collect(call, torch.tensor([data.numel()])).view(-1).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: data.numel()] = data

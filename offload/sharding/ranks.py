@@ -54,7 +54,10 @@ class Ranks:
                 self._told = True
                 why = f"{type(error).__name__}: {error}"
                 log.warning("this rank failed, and the others are told: %s", why)
-                self.passes.run(lambda: self.passes.fail(why))
+                try:
+                    self.passes.run(lambda: self.passes.fail(why))
+                except Exception as other:  # noqa: BLE001  (what failed first is what counts)
+                    log.warning("the others could not be told: %s", other)
             raise
 
     @property

@@ -141,13 +141,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if not self.step_in_backward:
             runtime.promises.settle()
         runtime.gradients.wait()
-        runtime.parts.steps.end_step()
         self.check_groups()
         done = runtime.early.end(self._serial)
         mine = [p for group in self.param_groups for p in group["params"]]
         if not runtime.parts.ranks.alone:
             return self._step_together(runtime, mine, loss)
-        if not self._finite(runtime, mine):
+        finite = self._finite(runtime, mine)
+        runtime.parts.steps.end_step()
+        if not finite:
             self.skipped_steps += 1
             runtime.clip_factors.forget(mine)
             if done:
@@ -195,6 +196,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         except OffloadError as found:
             error = found
         vote = _REFUSED if error is not None else _TAKEN if self._finite(runtime, mine) else _SKIPPED
+        runtime.parts.steps.end_step()
         votes = runtime.parts.ranks.votes(vote, Kind.STEP, zlib.crc32(repr(options).encode()), note)
         if error is not None:
             raise error

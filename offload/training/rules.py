@@ -146,5 +146,4 @@ class SgdRule:
 
 
 def _chunks(tensor: torch.Tensor) -> list[slice]:
-    size = _CHUNK if tensor.device.type == "cpu" else max(tensor.numel(), 1)
-    return [slice(start, start + size) for start in range(0, tensor.numel(), size)]
+    return [slice(start, start + _CHUNK) for start in range(0, tensor.numel(), _CHUNK)]

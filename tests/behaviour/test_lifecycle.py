@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import offload
 from offload import native
 from offload.errors import SwapError
+from offload.sharding.allocation import Allocation
 from offload.storage import faults
 from offload.training import parameter
 from offload.training.functions import RAW_GRAD
@@ -412,3 +413,17 @@ for tiers in ("cpu", "nvme"):
 print("right")
 """
     assert run_checked(code) == "right\n"
+
+
+def test_a_wrap_that_fails_early_keeps_no_swap_files_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while somebody holds the error, as a notebook does."""
+
+    def no_memory(*args: object) -> None:
+        raise MemoryError("no room for staging buffers")
+
+    monkeypatch.setattr(Allocation, "pool", no_memory)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(MemoryError) as held:
+        wrap(MLP_TASK.model(), TIERS["nvme"], tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert held.value.__traceback__ is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -215,3 +216,18 @@ def test_vocabulary_counts(tmp_path: Path) -> None:
         offload.plan(llama(True), ["gpu"], device="cpu").parameters
         < offload.plan(llama(False), ["gpu"], device="cpu").parameters - VOCAB
     )
+
+
+def test_a_run_of_a_model_that_cannot_be_copied_is_not_planned(tmp_path: Path) -> None:
+    from offload.integrations.finetune_config import FinetuneConfig
+    from offload.integrations.run_plan import plan_of_run
+
+    model = llama(False)
+    wrap = {"tiers": ["gpu"], "device": "cpu"}
+    config = FinetuneConfig(model="x", data=(tmp_path / "x",), out=tmp_path, wrap=wrap, seq_len=8)
+    assert plan_of_run(model, config, 1) is not None
+    model.model.lock = threading.Lock()
+    found = plan_of_run(model, config, 1)
+    assert found is not None
+    assert found["activations"] is None
+    assert "cannot be made or run" in found["not_predicted"] or "no figures" in found["not_predicted"]

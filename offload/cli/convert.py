@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from offload.cli.output import write_file
+from offload.cli.output import keep_others, write_file
 
 __all__ = ["add"]
 
@@ -23,16 +23,19 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("file", type=Path, metavar="FILE.json", help="DeepSpeed's configuration")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE.toml", help="file to write (else it is printed)")
+    parser.add_argument("--force", action="store_true", help="replace FILE.toml even if something else wrote it")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from offload.integrations.deepspeed_config import read
+    from offload.integrations.deepspeed_config import HEADER, read
 
     conversion = read(arguments.file)
     if arguments.out is None:
         print(conversion.to_toml(), end="")
         return 0
+    if not arguments.force:
+        keep_others(arguments.out, HEADER, "name another --out, or replace it by --force")
     write_file(arguments.out, conversion.to_toml())
     print(f"written: {arguments.out}", *conversion.remarks(), sep="\n")
     return 0

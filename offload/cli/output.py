@@ -23,6 +23,7 @@ __all__ = [
     "EXIT_FAILED",
     "EXIT_INTERRUPTED",
     "fail",
+    "keep_others",
     "show",
     "sized",
     "table",
@@ -73,6 +74,15 @@ def write_file(path: Path, text: str) -> None:
             aside.replace(path)
         finally:
             aside.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def keep_others(path: Path, header: str, remedy: str) -> None:
+    """Raise ConfigError with the remedy if there is a file at `path` that does not begin with `header`."""
+    try:
+        if path.exists() and not path.is_dir() and not path.read_text(errors="replace").startswith(header):
+            raise ConfigError(f"{path} was not written by {header.removeprefix('# Written by ').rstrip('.')}; {remedy}")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 

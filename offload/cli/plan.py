@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.output import EXIT_FAILED, table, write_file
+from offload.cli.output import EXIT_FAILED, keep_others, table, write_file
 from offload.cli.settings import add_settings, given_settings
-from offload.errors import ConfigError
 from offload.names import TIERS
 
 if TYPE_CHECKING:
@@ -124,6 +123,5 @@ def _compared(model: Any, plan: Plan, settings: dict[str, Any]) -> list[tuple[st
 def _write(path: Path, plan: Plan) -> None:
     from offload.planning.plan import HEADER
 
-    if path.exists() and not path.is_dir() and not path.read_text(errors="replace").startswith(HEADER):
-        raise ConfigError(f"{path} was not written by `offload plan`; name another --emit")
+    keep_others(path, HEADER, "name another --emit")
     write_file(path, plan.to_toml())

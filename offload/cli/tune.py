@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, fail, show, table, write_file
+from offload.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, fail, keep_others, show, table, write_file
 from offload.errors import ConfigError, OffloadError
 from offload.names import BACKENDS
 from offload.sizes import format_size, parse_size
@@ -125,8 +125,8 @@ def _check_out(path: Path, force: bool) -> None:
     try:
         if path.is_dir():
             raise ConfigError(f"cannot write {path}: expected a file, found a directory")
-        if not force and path.exists() and not path.read_text(errors="replace").startswith(HEADER):
-            raise ConfigError(f"{path} was not written by `offload tune`; name another --out, or replace it by --force")
+        if not force:
+            keep_others(path, HEADER, "name another --out, or replace it by --force")
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         aside.touch()
         aside.unlink()

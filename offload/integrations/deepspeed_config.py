@@ -14,11 +14,14 @@ from typing import Any
 
 from offload.config import WrapConfig
 from offload.errors import ConfigError
-from offload.integrations.deepspeed_keys import reason
+from offload.integrations.deepspeed_keys import known, reason
 from offload.settings import toml_value
 from offload.sizes import PAGE, round_up
 
-__all__ = ["Conversion", "convert", "read"]
+__all__ = ["HEADER", "Conversion", "convert", "read"]
+
+HEADER = "# Written by `offload convert-config`"
+"""What a file of :meth:`Conversion.to_toml` begins with."""
 
 _AUTO = "auto"  # what transformers' Trainer fills in
 _NUMBER = (int, float)
@@ -45,7 +48,7 @@ class Conversion:
 
     def to_toml(self) -> str:
         """The settings as a file for ``offload.wrap(config=...)``, everything else as comments."""
-        lines = ["# Written by `offload convert-config`, from a configuration of DeepSpeed."]
+        lines = [f"{HEADER}, from a configuration of DeepSpeed."]
         lines += [f"{name} = {toml_value(value, name)}" for name, value in self.settings.items()]
         lines += ["", "# [budgets]: left out, DeepSpeed has none: what is free, less a margin.", ""]
         return "\n".join([*lines, *(f"# {line}".rstrip() for line in self.remarks())]) + "\n"
@@ -63,7 +66,7 @@ class Conversion:
 
 
 def read(path: Path) -> Conversion:
-    """The conversion of a JSON file. Raises ConfigError if it is none."""
+    """The conversion of a JSON file. Raises ConfigError if it is none, or nothing in it is DeepSpeed's."""
     try:
         values = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -72,6 +75,9 @@ def read(path: Path) -> Conversion:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"expected a JSON object in {path}, found {type(values).__name__}")
+    if values and not any(map(known, values)):
+        keys = ", ".join(list(values)[:3])
+        raise ConfigError(f"expected a configuration of DeepSpeed in {path}, found other JSON (its first keys: {keys})")
     return convert(values)
 
 

@@ -1,8 +1,8 @@
-"""Why a key of DeepSpeed's configuration has no counterpart here."""
+"""Which keys DeepSpeed's configuration has, and why one has no counterpart here."""
 
 from __future__ import annotations
 
-__all__ = ["reason"]
+__all__ = ["known", "reason"]
 
 _BUFFERS = "buffers have exact sizes, within the budgets"
 _BUCKETS = "gradients and weights move unit by unit, not in buckets"
@@ -89,6 +89,18 @@ _REASONS = {
     "enabled": "off",
     "params": "the optimizer or schedule that is used here has no such setting",
 }
+
+# Those at the top that have counterparts.
+_TAKEN = {
+    *("zero_optimization", "aio", "bf16", "bfloat16", "fp16", "data_types", "communication_data_type"),
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("optimizer", "scheduler"),
+}
+
+
+def known(key: str) -> bool:
+    """Is `key` one that a configuration of DeepSpeed has at its top?"""
+    return key in _TAKEN or (key in _REASONS and key not in ("enabled", "params"))
 
 
 def reason(path: str) -> str:

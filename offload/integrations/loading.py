@@ -26,6 +26,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "max_positions",
+    "real_interrupts",
     "transformers_of",
 ]
 
@@ -217,12 +218,26 @@ def config_of(source: ModelSource) -> Any:
         return transformers.AutoConfig.from_pretrained(source.location, **source.arguments())
 
 
+@contextlib.contextmanager
+def real_interrupts() -> Iterator[None]:
+    """Ctrl-C in one of transformers' late imports arrives as a missing package; out of here it is Ctrl-C."""
+    try:
+        yield
+    except Exception as error:
+        seen: list[BaseException] = [error]
+        for one in seen:  # what led to it, by either way: a cause that is named hides in whose handler it was raised
+            if isinstance(one, KeyboardInterrupt):
+                raise KeyboardInterrupt from error
+            seen += [e for e in (one.__cause__, one.__context__) if e is not None and e not in seen]
+        raise
+
+
+@real_interrupts()
 def transformers_of() -> Any:
     """The package, quiet; ConfigError where it is missing."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
-        _raise_interrupt(error)
         raise ConfigError(
             f"a language model needs transformers ({error}); install it with: pip install 'offload[hf]'"
         ) from error
@@ -237,23 +252,14 @@ def _plain_errors(source: ModelSource, what: str) -> Iterator[None]:
     from safetensors import SafetensorError
 
     try:
-        yield
+        with real_interrupts():
+            yield
     except ImportError as error:
-        _raise_interrupt(error)
         raise ConfigError(
             f"loading the {what} of {source} needs a package that is missing: {_first_line(error)}"
         ) from error
     except (OSError, ValueError, RuntimeError, LookupError, struct.error, SafetensorError, CheckpointError) as error:
         raise ConfigError(f"cannot load the {what} of {source}: {_first_line(error)}") from error
-
-
-def _raise_interrupt(error: BaseException) -> None:
-    """Ctrl-C in one of transformers' late imports arrives as a missing package; it is Ctrl-C all the same."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, KeyboardInterrupt):
-            raise KeyboardInterrupt from error
-        cause = cause.__cause__ or cause.__context__
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,7 +14,14 @@ from torch import nn
 from offload.checkpoint.shards import INDEX, WEIGHTS, Shards
 from offload.config import WrapConfig
 from offload.errors import CheckpointError, ConfigError
-from offload.integrations.loading import checkpoint_activations, config_of, find_model, max_positions, transformers_of
+from offload.integrations.loading import (
+    checkpoint_activations,
+    config_of,
+    find_model,
+    max_positions,
+    real_interrupts,
+    transformers_of,
+)
 from offload.planning.plan import NO_DIRECTORY, Batch, Plan, make_plan
 from offload.planning.profile import HardwareProfile, load_profile
 from offload.storage.device import accelerator_memory
@@ -151,6 +158,7 @@ def _has_safetensors(path: Path) -> bool:
     return any((path / name).is_file() for name in (WEIGHTS, INDEX))
 
 
+@real_interrupts()
 def _of_config(config: Any) -> nn.Module:
     transformers = transformers_of()
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -161,7 +169,7 @@ def _of_config(config: Any) -> nn.Module:
         build = transformers.AutoModel.from_config if kind is None else kind._from_config
     dtype = config.dtype if isinstance(getattr(config, "dtype", None), torch.dtype) else torch.float32
     try:
-        with torch.device("meta"):
+        with real_interrupts(), torch.device("meta"):
             model = build(config, dtype=dtype)
     except (RuntimeError, NotImplementedError):  # its constructor looks at numbers of its own making
         import offload

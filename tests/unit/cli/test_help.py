@@ -78,7 +78,7 @@ def test_a_file_that_cannot_be_written_is_one_line_and_leaves_nothing(
 ) -> None:
     (tmp_path / "ds.json").write_text("{}")
     out = tmp_path / "out.toml"
-    out.write_text("what was there")
+    out.write_text("# Written by `offload convert-config`, what was there")
 
     def refuse(path: Path, text: str, encoding: str) -> None:
         path.touch()
@@ -88,7 +88,7 @@ def test_a_file_that_cannot_be_written_is_one_line_and_leaves_nothing(
     assert main(["convert-config", str(tmp_path / "ds.json"), "-o", str(out)]) == 2
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", f"offload: error: cannot write {out}: the disk says no\n")
-    assert out.read_text() == "what was there"
+    assert out.read_text() == "# Written by `offload convert-config`, what was there"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ds.json", "out.toml"]
 
 

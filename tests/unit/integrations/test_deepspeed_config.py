@@ -188,7 +188,21 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr().out
     assert said.startswith(f"written: {out}\n")
     assert "aio.thread_count: 2: " in said
-    for content, says in (("{", "not JSON"), ("[]", "a JSON object"), (None, "cannot read")):
+    out.write_text("mine")
+    assert main(["convert-config", str(given), "-o", str(out)]) == 2
+    assert "was not written by `offload convert-config`; name another --out" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+    assert main(["convert-config", str(given), "-o", str(out), "--force"]) == 0
+    assert main(["convert-config", str(given), "-o", str(out)]) == 0  # its own
+    assert out.read_text() == printed.out
+    capsys.readouterr()
+    other = '{"version": "1.0", "truncation": null, "model": {"type": "BPE"}, "enabled": true}'
+    for content, says in (
+        ("{", "not JSON"),
+        ("[]", "a JSON object"),
+        (other, "found other JSON (its first keys: version, truncation, model)"),
+        (None, "cannot read"),
+    ):
         bad = tmp_path / "bad.json"
         bad.unlink(missing_ok=True)
         if content is not None:

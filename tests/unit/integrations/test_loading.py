@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 import offload
 from offload.errors import ConfigError
+from offload.integrations import loading
 from offload.integrations.loading import ModelSource, find_model, load_model, load_tokenizer
 from tests.tiny_llm import save_tiny_llm
 
@@ -126,3 +127,25 @@ def test_a_real_gguf_file_becomes_a_plain_trainable_model(tmp_path: Path) -> Non
         assert name == other
         assert torch.equal(value, saved)
     assert AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)(text)["input_ids"] == ids[0].tolist()
+
+
+@pytest.mark.parametrize("kind", [ModuleNotFoundError, RuntimeError])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_ctrl_c_in_a_late_import_is_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[Exception], hidden: bool
+) -> None:
+    """Whether it is the cause that is named, or what was being handled when another was."""
+
+    def late(*arguments: object, **options: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise kind("Could not import module") from (ValueError("something else") if hidden else error)
+
+    transformers = loading.transformers_of()
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", late)
+    with pytest.raises(KeyboardInterrupt):
+        load_tokenizer(ModelSource(str(tmp_path), None, local=True))
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", late)
+    with pytest.raises(KeyboardInterrupt):
+        offload.plan(transformers.GPT2Config(), ["gpu"])

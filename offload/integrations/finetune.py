@@ -51,6 +51,7 @@ class FinetuneRun:
         self.config = config
         self.exit_code = 0  # after `train`: what a program should exit with
         self.crew = Crew()
+        self._has_earlier()
         self.quiet = config.quiet or not self.crew.first
         self.progress = Progress(config.steps, quiet=self.quiet)
         self._work = Work(quiet=self.quiet)
@@ -111,17 +112,23 @@ class FinetuneRun:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.config.lr_factor)
         self.checkpoints = RunCheckpoints(self.config, self.blocks, self._dtype())
 
-    def _resume(self) -> None:
+    def _has_earlier(self) -> bool:
+        """Has any process a checkpoint to go on from? ConfigError where it is not to go on. Collective."""
         config = self.config
-        if not self.crew.most(int(self.checkpoints.exist())):
-            if config.resume:
-                self.progress.say(f"no checkpoint in {config.out} yet: starting from the beginning")
-            return
-        if not (config.resume or self.crew.restarted):
+        there = self.crew.most(int(config.has_checkpoint)) > 0
+        if there and not (config.resume or self.crew.restarted):
             raise ConfigError(
                 f"{config.checkpoint_path} holds a checkpoint of an earlier run; go on from it by --resume, remove it, "
                 "or give another --out"
             )
+        return there
+
+    def _resume(self) -> None:
+        config = self.config
+        if not self._has_earlier():
+            if config.resume:
+                self.progress.say(f"no checkpoint in {config.out} yet: starting from the beginning")
+            return
         with self._phase("resume"):
             done = self.checkpoints.resume(self.model, self.optimizer, self.scaler, self.report)
         self.schedule.last_epoch = done
@@ -272,9 +279,8 @@ class FinetuneRun:
         per_step = sum(by_tier.get("nvme", 0) for by_tier in offload.stats(self.model).placement.values())
         self.report.swap_bytes_per_step = per_step
         if per_step and left:
-            self.progress.say(
-                f"swap: each step writes {format_size(per_step)}, {left} steps {per_step * left / 1e12:.3g} TB"
-            )
+            all_steps = format_size(per_step * left)
+            self.progress.say(f"swap: each step writes {format_size(per_step)}, {left} steps {all_steps}")
 
     def _checkpoint(self, background: bool = False) -> bool:
         """Save one, once the one before has ended. False if the disk refused it, where training goes on."""

@@ -103,6 +103,11 @@ class FinetuneConfig:
         return self.out / "checkpoint"
 
     @property
+    def has_checkpoint(self) -> bool:
+        """Is there one to go on from?"""
+        return (self.checkpoint_path / "current.json").exists()
+
+    @property
     def checkpoints(self) -> bool:
         """Does a signal save a checkpoint (or, without any, the model)?"""
         return self.save_every > 0 or self.resume

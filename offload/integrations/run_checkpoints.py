@@ -57,10 +57,6 @@ class RunCheckpoints:
             data.update(values)
         self._settings = {**config.numbers(), "dtype": str(dtype), "text": data.hexdigest()}
 
-    def exist(self) -> bool:
-        """Is there one to go on from?"""
-        return (self._config.checkpoint_path / "current.json").exists()
-
     def resume(self, model: torch.nn.Module, optimizer: OffloadedOptimizer, scaler: Any, report: RunReport) -> int:
         """Put everything back as it was at the end of the newest one's step; returns the number of that step.
 

@@ -357,5 +357,6 @@ def _to_text(plan: Plan) -> str:
 
 
 def _seconds(value: float) -> str:
-    """For people."""
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+    """For people: three digits that count."""
+    scaled, unit = next(((value * n, u) for n, u in ((1, "s"), (1e3, "ms")) if value * n >= 1), (value * 1e6, "us"))
+    return f"{scaled:.3g} {unit}" if scaled < 999.5 else f"{scaled:.0f} {unit}"

@@ -238,7 +238,7 @@ def to_toml(directories: Sequence[Path], advice: Advice) -> str:
     setting = advice.setting
     lines = [
         HEADER,
-        f'# {time.strftime("%Y-%m-%d")}. For offload.wrap(model, config="swap.toml") and `offload finetune --config`.',
+        f"# {time.strftime('%Y-%m-%d')}. For offload.wrap(model, config=FILE) and `offload finetune --config FILE`.",
         'tiers = ["gpu", "cpu", "nvme"]',
         f"swap_dirs = {toml_value(directories)}",
         f"swap_weights = {list(advice.weights)}  # MB/s, reading and writing at once",

@@ -193,20 +193,24 @@ def _plan(run: Run) -> Figure:
     mean, table = run.get("mean_step"), [("what", "predicted", "measured")]
     charts: list[Bars] = []
     if plan.get("step_s") and mean:
-        charts.append(Bars(_pair("step", plan["step_s"], mean["seconds"], "seconds"), "seconds"))
+        charts.append(Bars(_pair("step", plan["step_s"], mean["seconds"], "seconds", "predicted"), "seconds"))
         table.append(("step, seconds", str(plan["step_s"]), str(mean["seconds"])))
     for name, predicted in (plan.get("tiers") or {}).items():
         if name in run["tiers"]:
             measured = run["tiers"][name]["peak"]
-            charts.append(Bars(_pair(name, predicted, measured, "bytes"), "bytes"))
-            table.append((f"{name}, bytes", str(predicted), str(measured)))
-    return Figure("plan", title, "What `offload plan` said before the run, and what came.", tuple(charts), tuple(table))
+            charts.append(Bars(_pair(name, predicted, measured, "bytes", "predicted at most"), "bytes"))
+            table.append((f"{name}, bytes at most", str(predicted), str(measured)))
+    text = "What `offload plan` said before the run, and what came. A tier's predicted bytes are the most it can hold."
+    if not plan.get("step_s"):
+        why = plan.get("not_predicted")
+        text += f" No time was predicted: {why}." if why else " No time was predicted."
+    return Figure("plan", title, text, tuple(charts), tuple(table))
 
 
-def _pair(name: str, predicted: float, measured: float, unit: Any) -> tuple[Bar, ...]:
+def _pair(name: str, predicted: float, measured: float, unit: Any, what: str) -> tuple[Bar, ...]:
     off = f" ({measured / predicted - 1:+.0%})" if predicted else ""
     return (
-        Bar(f"{name}, predicted", (Part("predicted", predicted, 6),), said(predicted, unit)),
+        Bar(f"{name}, {what}", (Part(what, predicted, 6),), said(predicted, unit)),
         Bar(f"{name}, measured", (Part("measured", measured, 1),), said(measured, unit) + off),
     )
 

@@ -60,7 +60,7 @@ def read_run(path: Path, trace: Path | None = None, plan: Path | None = None) ->
         ConfigError: no such file, or one of another kind.
     """
     file = path / "run.json" if path.is_dir() else path
-    values = _read(file)
+    values = _read(file, "name a directory that `offload finetune --out` made")
     if not isinstance(values, dict) or not all(key in values for key in _NEEDED):
         raise ConfigError(f"expected the run.json of `offload finetune` in {file}, found other JSON")
     if plan is not None:
@@ -77,11 +77,11 @@ def read_run(path: Path, trace: Path | None = None, plan: Path | None = None) ->
     return Run(file, values, _timeline(beside, f"step {noted['step']}"))
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path, remedy: str) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; name a directory that `offload finetune --out` made") from None
+        raise ConfigError(f"{path} does not exist; {remedy}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # JSON's and UTF-8's
@@ -89,17 +89,18 @@ def _read(path: Path) -> Any:
 
 
 def _plan(path: Path) -> dict[str, Any]:
-    """A prediction, as `run.json` has it: seconds of a step, and bytes that each tier holds at most."""
-    values = _read(path)
+    """A prediction, as `run.json` has it: seconds of a step or why not, and bytes that each tier holds at most."""
+    values = _read(path, "`offload plan --json > FILE` makes one")
     if not isinstance(values, dict) or not isinstance(values.get("tiers"), dict) or "step" not in values:
         raise ConfigError(f"expected what `offload plan --json` prints in {path}, found other JSON")
     step = (values["step"] or {}).get("seconds")
-    return {"step_s": step, "tiers": {name: tier["peak"] for name, tier in values["tiers"].items()}}
+    tiers = {name: tier["peak"] for name, tier in values["tiers"].items()}
+    return {"step_s": step, "not_predicted": values.get("not_predicted"), "tiers": tiers}
 
 
 def _timeline(path: Path, name: str = "") -> StepTimeline:
     """The last whole step of a trace that `offload.trace` or `offload finetune` wrote."""
-    values = _read(path)
+    values = _read(path, "`offload.trace(FILE)` makes one")
     events = values.get("traceEvents") if isinstance(values, dict) else None
     if not isinstance(events, list):
         raise ConfigError(f"expected a timeline as `offload.trace` writes it in {path}, found other JSON")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,14 @@ def test_a_plan_is_printed(model: str, capsys: pytest.CaptureFixture[str]) -> No
     printed = capsys.readouterr().out
     assert "tier gpu: 64.0 KiB of 64.0 KiB" in printed
     assert "step: not predicted" in printed
+
+
+def test_short_times_have_their_digits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", model, "--hardware", "rtx4090", "--seq-len", "16"]) == 0
+    step, busy = re.findall(r"^(?:step on [^:]*|busy): .*$", capsys.readouterr().out, re.MULTILINE)
+    times = re.findall(r" ([\d.]+) (s|ms|us)\b", f"{step} {busy}")
+    assert {unit for _, unit in times} >= {"us"}
+    assert all(1 <= float(number) < 1000 for number, _ in times)
 
 
 def test_json_and_a_file(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

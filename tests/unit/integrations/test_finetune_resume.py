@@ -22,6 +22,7 @@ from offload.checkpoint.writer import TensorFile
 from offload.errors import CheckpointError, ConfigError, WriteBudgetError
 from offload.integrations.finetune import FinetuneRun
 from offload.integrations.finetune_config import FinetuneConfig
+from offload.sizes import format_size
 from tests.loops import assert_same, run_python
 from tests.tiny_llm import save_text
 from tests.unit.integrations.test_finetune import finish, settings, three_tiers
@@ -120,7 +121,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     config = settings(tmp_path, save_every=2)
     stopped_after(config, 3)
     with pytest.raises(ConfigError, match="holds a checkpoint of an earlier run; go on from it by --resume"):
-        FinetuneRun(config)
+        FinetuneRun(replace(config, data=(tmp_path / "gone.txt",)))  # before any text is read
     again = replace(config, resume=True)
     for changes, words in (
         ({"lr": 1e-4, "seed": 3}, r"of a run with lr 0\.003 \(now 0\.0001\), seed 0 \(now 3\)"),
@@ -207,8 +208,9 @@ def test_the_write_budget_ends_a_run_with_a_checkpoint(tmp_path: Path) -> None:
 
 def test_the_writes_that_are_announced_are_the_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, got = finish(settings(tmp_path, three_tiers(tmp_path), quiet=False))
-    assert "swap: each step writes" in capsys.readouterr().err
-    assert got["swap_bytes_per_step"] * 6 == got["lanes"]["nvme_write"]["bytes"] > 0
+    each = got["swap_bytes_per_step"]
+    assert f"swap: each step writes {format_size(each)}, 6 steps {format_size(6 * each)}\n" in capsys.readouterr().err
+    assert each * 6 == got["lanes"]["nvme_write"]["bytes"] > 0
     _, got = finish(settings(tmp_path, quiet=False))
     assert "swap: each" not in capsys.readouterr().err
     assert got["swap_bytes_per_step"] == 0

@@ -109,6 +109,7 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     advice = Advice(Setting("aiofiles", 8 * MIB, 16), (figures(1234.56), figures(10)))
     file = tmp_path / "swap.toml"
     file.write_text(to_toml(directories, advice), encoding="utf-8")
+    assert "config=FILE" in file.read_text(encoding="utf-8").splitlines()[1]  # whatever the file's name
     assert WrapConfig.from_toml(file) == WrapConfig(
         ("gpu", "cpu", "nvme"),
         swap_dirs=tuple(directories),

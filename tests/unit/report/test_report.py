@@ -156,7 +156,12 @@ def test_the_figures_show_the_numbers_of_the_run(tmp_path: Path) -> None:
     assert step.pop("step") == run["mean_step"]["seconds"]
     assert step.pop("wait: update") == 0.25
     assert step == run["mean_step"]["floors"]
-    assert values(found["plan"]) == {"predicted": 62 * MIB, "measured": 63 * MIB}  # the last pair: gpu
+    assert values(found["plan"]) == {  # of "measured" the last: gpu
+        "predicted": run["plan"]["step_s"],
+        "predicted at most": 62 * MIB,
+        "measured": 63 * MIB,
+    }
+    assert "No time" not in words(found["plan"])
     dots = [float(e.attrib["data-value"]) for e in found["loss"].iter("circle")]
     assert dots == [3.625, 2.5]
     limits = [float(e.attrib["data-value"]) for e in found["memory"].iter("line") if e.attrib["class"] == "limit"]
@@ -172,12 +177,14 @@ def test_a_plan_is_compared(tmp_path: Path) -> None:
     plan = {"step": {"seconds": 0.25}, "tiers": {"gpu": {"peak": 5 * MIB, "budget": 6 * MIB}, "cpu": {"peak": 1}}}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     run = read_run(tmp_path, plan=tmp_path / "plan.json")
-    assert run["plan"] == {"step_s": 0.25, "tiers": {"gpu": 5 * MIB, "cpu": 1}}
+    assert run["plan"] == {"step_s": 0.25, "not_predicted": None, "tiers": {"gpu": 5 * MIB, "cpu": 1}}
     root = ElementTree.fromstring(page(run))
     rows = [[words(cell) for cell in row] for row in root.find(".//section[@id='plan']").iter("tr")]  # type: ignore[union-attr]
-    assert rows[1:] == [["step, seconds", "0.25", "1.0"], ["gpu, bytes", str(5 * MIB), str(63 * MIB)]]
-    (tmp_path / "plan.json").write_text(json.dumps({**plan, "step": None}))
-    assert read_run(tmp_path, plan=tmp_path / "plan.json")["plan"]["step_s"] is None
+    assert rows[1:] == [["step, seconds", "0.25", "1.0"], ["gpu, bytes at most", str(5 * MIB), str(63 * MIB)]]
+    (tmp_path / "plan.json").write_text(json.dumps({**plan, "step": None, "not_predicted": "no profile"}))
+    run = read_run(tmp_path, plan=tmp_path / "plan.json")
+    assert run["plan"]["step_s"] is None
+    assert "the most it can hold. No time was predicted: no profile." in page(run)
 
 
 def test_the_timeline_is_that_of_the_last_whole_step(tmp_path: Path) -> None:
@@ -239,7 +246,9 @@ def test_without_matplotlib_there_is_the_page(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nowhere"], "does not exist"),
+        (["nowhere"], "does not exist; name a directory that `offload finetune --out` made"),
+        ([".", "--plan", "nowhere"], "nowhere does not exist; `offload plan --json > FILE` makes one"),
+        ([".", "--trace", "nowhere"], "nowhere does not exist; `offload.trace(FILE)` makes one"),
         (["text"], "is not JSON"),
         (["other.json"], "expected the run.json"),
         ([".", "--trace", "run.json"], "expected a timeline"),

@@ -12,7 +12,7 @@ from torch import nn
 from offload.sharding.homes import ComputeHome, HostHome, SwapHome
 from offload.sharding.layout import Span
 from offload.sharding.unit import Member, Unit
-from offload.sizes import PAGE, round_up
+from offload.sizes import PAGE, format_size, round_up
 from offload.storage.memory import HostMemory
 from offload.training.optimizer import runtime_of
 from offload.training.parameter import OffloadedParameter, ResidentParameter
@@ -43,6 +43,17 @@ class Stats:
     pinned: bool
     placement: dict[str, dict[str, int]]  # kind ("weights", "optimizer state") -> tier -> bytes
     step: StepStats | None
+
+    def __str__(self) -> str:
+        """A line for each tier and lane, and one for the last step."""
+        size = format_size
+        lines = [
+            f"tier {name}: {size(t.used)} held, {size(t.peak)} at most, of a budget of {size(t.budget)}"
+            for name, t in self.tiers.items()
+        ]
+        lines += [f"lane {name}: {size(ln.bytes)}, busy for {ln.busy_s:.3g} s" for name, ln in self.lanes.items()]
+        step = "none measured yet" if self.step is None else f"{self.step.seconds:.3g} s, {self.step}"
+        return "\n".join([*lines, f"last step: {step}"])
 
 
 def stats(model: nn.Module, wait: bool = True) -> Stats:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from offload.lanes import Lanes
 from offload.storage.device import HostDevice
+from offload.training.inspect import Stats, TierStats
 from offload.training.steps import LaneStats, StepMeter, StepStats
 
 
@@ -126,3 +128,14 @@ def test_waits_of_several_threads() -> None:
     assert meter.last is not None
     assert set(meter.last.waits) == {"fetch"}
     device.close()
+
+
+def test_stats_print_as_a_few_lines() -> None:
+    step = StepStats(2.0, {"h2d": LaneStats(3 << 20, 1.5, 7)}, {}, ())
+    found = Stats(
+        {"gpu": TierStats(1 << 20, 2 << 20, 3 << 20, {})}, {"h2d": LaneStats(5 << 20, 2.5, 9)}, False, {}, step
+    )
+    tier, lane = "tier gpu: 1.0 MiB held, 2.0 MiB at most, of a budget of 3.0 MiB", "lane h2d: 5.0 MiB, busy for 2.5 s"
+    assert str(found) == f"{tier}\n{lane}\nlast step: 2 s, {step}"
+    assert str(replace(found, step=None)).endswith("\nlast step: none measured yet")
+    assert "TierStats(used=" in repr(found)

@@ -219,9 +219,10 @@ class Hands final : public offload::AioEngine {
   Hands() : AioEngine(4096) {}
   ~Hands() override { close(); }
 
-  std::int64_t queue(bool write, std::uint64_t pieces) {
+  std::int64_t queue(bool write, std::uint64_t pieces, bool behind = false) {
     offload::Request request{};
     request.write = write;
+    request.behind = write || behind;
     request.nbytes = 4096 * pieces;
     std::int64_t id = 0;
     CHECK_EQUAL(submit(request, &id), 0);
@@ -306,6 +307,17 @@ void reads_go_first_and_writes_go_on() {
     CHECK_EQUAL(many.fill(4).size(), 0u);
     CHECK(many.flying() == "w");
     many.end(true);
+  }
+  {
+    Hands one;  // a read that may wait goes with the writes, in the order of arrival
+    const std::int64_t late = one.queue(false, 1, true);
+    one.queue(true, 1);
+    one.queue(false, 2);
+    CHECK(one.fill(3) == "rrr");
+    CHECK_EQUAL(one.done(late), 0);
+    CHECK(one.fill(4) == "w");
+    while (one.flying() != "") one.end(one.flying() == "w");
+    CHECK_EQUAL(one.done(late), 1);
   }
 }
 

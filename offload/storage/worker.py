@@ -39,11 +39,14 @@ class Worker:
     def _serve(self) -> None:
         while (work := self._work.get()) is not None:
             future, function = work
+            del work
             try:
                 result = function()
             except BaseException as error:  # noqa: BLE001  (whoever waits for the future raises it)
+                del function
                 future.set_exception(error)
             else:
+                del function  # before anybody goes on: it may hold the model
                 future.set_result(result)
                 del result
-            del work, future, function  # they may hold the model
+            del future

@@ -273,11 +273,12 @@ def test_waiting_is_counted(tmp_path: Path, on_demand: OnDemand) -> None:
     with offload.trace(tmp_path / "trace.json"):
         pending = offload.save_checkpoint(tmp_path / "ck", model, optimizer, background=True)
         assert not pending.done()
+        with torch.no_grad():
+            next(p for p in model.parameters() if p.requires_grad).mul_(1)  # who writes waits for its unit
+        assert on_demand.asked
         train(model, optimizer, data(3))
         pending.wait()
-    step = offload.stats(model).step
-    assert step is not None
-    assert on_demand.asked
+    assert offload.stats(model).step is not None
     told = (tmp_path / "trace.json").read_text()
     assert '"wait: save"' in told
     assert '"save"' in told

@@ -356,6 +356,14 @@ def test_sums_are_known_until_somebody_looks(device: Device) -> None:
         for index in range(4):
             gradients.set(unit, index, None)
 
+    def come_in_the_end() -> list[bool]:
+        """A copy that has ended may be held for a moment by the thread that made it."""
+        for _ in range(1000):
+            if all(found := come()):
+                break
+            clear()
+        return found
+
     assert come() == come() == [True] * 4
     assert gradients.get(unit, 1) is not None
     assert known(gradients, unit) == come() == [True, False, True, True]
@@ -364,7 +372,7 @@ def test_sums_are_known_until_somebody_looks(device: Device) -> None:
     for index in range(4):  # as module.zero_grad() does
         assert gradients.get(unit, index) is not None
         gradients.set(unit, index, None)
-    assert come() == [True] * 4
+    assert come_in_the_end() == [True] * 4
     got = gradients.get(unit, 0)
     assert got is not None
     part = got[1:]
@@ -372,7 +380,7 @@ def test_sums_are_known_until_somebody_looks(device: Device) -> None:
     assert come() == [False] * 4  # somebody may write to it yet
     del part
     clear()
-    assert come() == [True] * 4
+    assert come_in_the_end() == [True] * 4
     clear()
     assert (got == 1).all()  # it has memory of its own
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ from offload.sharding.channel import Kind
 from offload.sharding.ranks import Ranks
 
 Result = TypeVar("Result")
+_HEAD_START_S = 0.02
 
 
 class Together:
@@ -48,8 +50,14 @@ class Together:
             return file.commit()
 
     def end(self) -> None:
-        """All is written. Raises what failed on the first rank, and CheckpointError on the others."""
+        """All is written. Raises what failed on the first rank, and CheckpointError on the others.
+
+        The first rank, which wrote, returns a moment before the others: scripts often go on to move what was saved, on
+        every rank alike, and those that come later find that done.
+        """
         whole = self._ranks.all_say(self.error is None, Kind.END)
+        if not self._ranks.first:
+            time.sleep(_HEAD_START_S)
         if self.error is not None:
             raise self.error
         if not whole:

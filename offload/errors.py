@@ -7,7 +7,7 @@ exception that callers who never heard of this package would catch.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "BudgetError",
@@ -17,7 +17,20 @@ __all__ = [
     "RankMismatchError",
     "SwapError",
     "WriteBudgetError",
+    "without_frames",
 ]
+
+_Error = TypeVar("_Error", bound=BaseException)
+
+
+def without_frames(error: _Error) -> _Error:
+    """An error that is kept must not keep the frames that it or its causes went through, nor what was being handled
+    where it was raised: they hold the user's tensors, and the model."""
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = one.__context__ = None
+        one = one.__cause__
+    return error
 
 
 class OffloadError(Exception):

@@ -27,7 +27,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.lanes import Lane, Lanes, working
-from offload.storage.memory import POISON, HostMemory
+from offload.storage.memory import POISON, HostMemory, references
 from offload.storage.ticket import FutureTicket, Ticket, wait_until
 from offload.storage.worker import Worker
 
@@ -55,7 +55,7 @@ class Region(ABC):
 
     def seal(self) -> None:
         """Count the references that belong to us; any further one is somebody's alias of our memory."""
-        self._own_references = self._references()
+        self._own_references = references(self.storage)
 
     def aliases(self) -> int:
         """How many tensors over this region exist beyond those counted by :meth:`seal`.
@@ -67,10 +67,7 @@ class Region(ABC):
         the host they use a second storage over the same mapping, and a copy on a stream lets go of its tensors once
         compute is ordered after it.
         """
-        return self._references() - self._own_references
-
-    def _references(self) -> int:
-        return int(torch._C._storage_Use_Count(self.storage._cdata))
+        return references(self.storage) - self._own_references
 
     @abstractmethod
     def commit(self) -> None:

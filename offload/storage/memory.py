@@ -43,6 +43,11 @@ class HostMemory:
             return
 
 
+def references(storage: torch.UntypedStorage) -> int:
+    """How many tensors lie over it, and who else in C++ holds it. Torch tells that by a private name alone."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
 def view(buffer: torch.Tensor, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
     """Elements ``[offset, offset + numel)`` of a flat uint8 buffer seen as ``dtype``; offset counts elements."""
     size = dtype.itemsize

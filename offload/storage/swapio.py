@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from offload.errors import without_frames
 from offload.lanes import Lane, warn_once
 from offload.storage import hung
 from offload.storage.io_base import IoBackend
@@ -98,7 +99,7 @@ class SwapTicket(Ticket):
             except Exception as error:  # noqa: BLE001  (kept for `wait`)
                 self._error = error
             if self._error is not None:
-                _without_frames(self._error)
+                without_frames(self._error)
             self._request = self._buffer = None
 
     def _finish(self, request: Ticket, buffer: torch.Tensor, timeout_s: float | None) -> None:
@@ -125,7 +126,7 @@ class SwapTicket(Ticket):
     def _give_up(self, request: Ticket, buffer: torch.Tensor) -> None:
         hung.add(request, buffer)
         cause = OSError(errno.ETIMEDOUT, f"not answered within {self._limit_s} s (io_timeout)")
-        self._error = _without_frames(self._told(f"{self._operation} hangs", cause))
+        self._error = without_frames(self._told(f"{self._operation} hangs", cause))
         if self._late is not None:
             self._late(self)
 
@@ -135,11 +136,5 @@ class SwapTicket(Ticket):
 
     def _told(self, what: str, error: OSError) -> Exception:
         told = self._file.error(what, self._operation, error, offset=self._offset, length=self._length)
-        told.__cause__ = _without_frames(error)
+        told.__cause__ = without_frames(error)
         return told
-
-
-def _without_frames(error: Exception) -> Exception:
-    """An error that is kept must not keep the frames it went through or was raised in: they hold the user's tensors."""
-    error.__context__ = None
-    return error.with_traceback(None)

@@ -10,7 +10,7 @@ import torch
 
 from offload.errors import OffloadError
 from offload.sharding.unit import Unit
-from offload.storage.memory import view
+from offload.storage.memory import references, view
 from offload.training.waiting import Settles, plain, waiting
 
 _OURS = 2  # references to a view that nobody else holds: a local name, and the question itself
@@ -29,7 +29,7 @@ class Memory:
         self._storage = self.buffer.untyped_storage()
 
     def _references(self) -> tuple[int, int]:
-        return int(torch._C._storage_Use_Count(self._storage._cdata)), sys.getrefcount(self._storage)
+        return references(self._storage), sys.getrefcount(self._storage)
 
     def count_own(self) -> None:
         """Every tensor over it is one of ours, and these will stay: any further one is somebody's."""
@@ -78,6 +78,8 @@ class GradientBuffer:
     would not do: writes through ``.data`` or NumPy do not raise it.
     """
 
+    counts = True  # is the norm that of what comes? Over several ranks it is that of the average
+
     def __init__(
         self,
         unit: Unit,
@@ -94,7 +96,7 @@ class GradientBuffer:
         self.present = [False] * len(unit.members)
         self.promised: set[int] = set()  # members whose gradient is a promised update's, and none has come since
         self.sums: list[float | None] = [None] * len(unit.members)  # of squares, where known
-        self.lost: dict[int, BaseException] = {}  # members whose gradient has not come whole, and why
+        self.lost: set[int] = set()  # members whose gradient has not come whole
         self._looked_at: set[int] = set()  # members whose gradient somebody may be changing
 
     @property
@@ -117,19 +119,19 @@ class GradientBuffer:
         self.promised.discard(index)
         return place
 
-    def lose(self, index: int, error: BaseException) -> None:
+    def lose(self, index: int) -> None:
         """An error came while the gradient did. It is there, so that somebody must clear it, and of no use."""
-        self.lost.setdefault(index, error)
+        self.lost.add(index)
         self.sums[index] = None
 
     def require(self, index: int) -> None:
         """OffloadError unless the gradient has come whole."""
         if index in self.lost:
-            raise not_whole(self.unit.members[index].name) from self.lost[index]
+            raise not_whole(self.unit.members[index].name)
 
     def came(self, index: int, squares: float) -> None:
         """The gradient has come, and this is the sum of its squares. See Note [The norm is known]."""
-        if index not in self._looked_at and index not in self.lost:
+        if self.counts and index not in self._looked_at and index not in self.lost:
             self.sums[index] = squares
 
     def show(self, index: int) -> torch.Tensor:
@@ -176,7 +178,7 @@ class GradientBuffer:
 
     def let_go(self, index: int) -> None:
         """The gradient is cleared. Whoever kept ``p.grad`` keeps its values: the tensor gets memory of its own."""
-        self.lost.pop(index, None)
+        self.lost.discard(index)
         view = plain(self.view(index))
         self._views[index] = view.detach()  # another object over the same memory
         if sys.getrefcount(view) > _OURS:

@@ -74,8 +74,8 @@ class Gradients:
                 self._take(buffer, index, target, gradient, add)
             else:
                 self._bring(buffer, index, target, gradient.to(buffer.dtype).contiguous(), add)
-        except BaseException as error:
-            buffer.lose(index, error)
+        except BaseException:
+            buffer.lose(index)
             raise
         finally:
             buffer.present[index] = True
@@ -107,7 +107,7 @@ class Gradients:
         def land() -> None:
             with _losing(buffer, index):
                 copy.wait()
-                if target.device.type == "cpu":
+                if buffer.counts and target.device.type == "cpu":
                     start = time.monotonic_ns()
                     buffer.came(index, native.sum_squares(target))
                     _trace(buffer, index, start)
@@ -236,7 +236,7 @@ class Gradients:
             buffer.show(index)
         else:
             buffer.begin(index).copy_(value)
-            buffer.lost.pop(index, None)
+            buffer.lost.discard(index)
         buffer.promised.discard(index)
         buffer.present[index] = True
 
@@ -246,8 +246,8 @@ def _losing(buffer: GradientBuffer, index: int) -> Iterator[None]:
     """What fails inside leaves a gradient that is not whole."""
     try:
         yield
-    except BaseException as error:
-        buffer.lose(index, error)
+    except BaseException:
+        buffer.lose(index)
         raise
 
 

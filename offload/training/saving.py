@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from offload.errors import CheckpointError
+from offload.errors import CheckpointError, without_frames
 from offload.sharding.unit import Unit
 from offload.training.steps import Waiting, unmeasured
 
@@ -104,7 +104,7 @@ class Saves:
             work()
         except BaseException as found:
             log.debug("the save in the background failed", exc_info=True)
-            error = _without_frames(found)
+            error = without_frames(found)
         del work  # it holds the model
         with self._changed:
             self._left = set()
@@ -196,12 +196,3 @@ def _wait_before_executors_end() -> None:
 def _tell(path: str, outcome: _Outcome) -> None:
     if outcome.error is not None and not outcome.heard:
         log.error("the checkpoint in %s could not be written, and nobody asked: %s", path, outcome.error)
-
-
-def _without_frames(error: BaseException) -> BaseException:
-    """An error that is kept must not keep the frames it went through: they hold the model."""
-    one: BaseException | None = error
-    while one is not None:
-        one.__traceback__ = None
-        one = one.__cause__ or one.__context__
-    return error

@@ -64,6 +64,8 @@ class ShareBuffer(GradientBuffer):
     it; ``more`` is then memory for a share of earlier passes.
     """
 
+    counts = False
+
     def __init__(
         self,
         unit: Unit,

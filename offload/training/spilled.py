@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from offload.errors import BudgetError
+from offload.storage.memory import references
 from offload.training.functions import COPIES, METADATA, POINTERS
 from offload.training.trees import one_by_one, tensors
 
@@ -88,7 +89,7 @@ class SpilledGradient(torch.Tensor):
     def aliased(self) -> bool:
         """Does another tensor look at the memory?"""
         with torch._C.DisableTorchFunctionSubclass():
-            return _references(self) > self.own
+            return references(self.untyped_storage()) > self.own
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -107,7 +108,7 @@ def shape_only(shape: tuple[int, ...], dtype: torch.dtype, buffer: Holder, index
     with torch.inference_mode(False):
         made: Any = torch.empty(shape, dtype=dtype, device="cpu")
     made.untyped_storage().resize_(0)
-    own = _references(made)
+    own = references(made.untyped_storage())
     made.__class__ = SpilledGradient
     made.buffer, made.number, made.exposed, made.seen, made.own = buffer, index, False, made._version, own
     gradient: SpilledGradient = made
@@ -119,7 +120,3 @@ def alias(gradient: torch.Tensor) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         flat = torch.empty(0, dtype=gradient.dtype, device="cpu")
         return flat.set_(gradient.untyped_storage(), 0, (gradient.numel(),), (1,))
-
-
-def _references(tensor: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

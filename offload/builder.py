@@ -83,10 +83,7 @@ class Builder:
         kernels = f"{native.isa()} ({native.threads()} threads), checksums in {native.crc()}"
         tiers = {tier: Tier(tier, budget) for tier, budget in budgets.items()}
         with ExitStack() as opened:
-            backend, swap = self._open_swap(plan)
-            for files in (backend, swap):
-                if files is not None:
-                    opened.callback(files.close)
+            backend, swap = self._open_swap(plan, opened)
             pin = self._config.pin is not False
             allocation = Allocation(self._device, tiers, self._config.tiers, swap, pin, plan.granule())
             spill = self._spill(plan, tiers["cpu"], allocation)
@@ -120,7 +117,7 @@ class Builder:
         self._report(parts, kernels, backend, swap)
         return runtime
 
-    def _open_swap(self, plan: MemoryPlan) -> tuple[IoBackend | None, SwapSpace | None]:
+    def _open_swap(self, plan: MemoryPlan, opened: ExitStack) -> tuple[IoBackend | None, SwapSpace | None]:
         """Reserve what the plan needs; a bad directory is an error at the start even where nothing needs it yet."""
         config = self._config
         if not config.swap_dirs:
@@ -128,22 +125,17 @@ class Builder:
         backend = open_backend(
             config.backend, lanes=self._lanes, request_size=config.request_size, queue_depth=config.queue_depth
         )
-        swap = None
-        try:
-            swap = SwapSpace(
-                config.swap_dirs,
-                backend,
-                self._lanes,
-                weights=config.swap_weights or None,
-                limit_s=config.io_timeout or None,
-                meter=WriteMeter(config.write_budget),
-            )
-            swap.reserve(plan.swapped(), functools.partial(budgets_with_less_disk, config.tiers))
-        except BaseException:
-            if swap is not None:
-                swap.close()
-            backend.close()
-            raise
+        opened.callback(backend.close)
+        swap = SwapSpace(
+            config.swap_dirs,
+            backend,
+            self._lanes,
+            weights=config.swap_weights or None,
+            limit_s=config.io_timeout or None,
+            meter=WriteMeter(config.write_budget),
+        )
+        opened.callback(swap.close)
+        swap.reserve(plan.swapped(), functools.partial(budgets_with_less_disk, config.tiers))
         return backend, swap
 
     def _parts(

@@ -226,9 +226,9 @@ class _Probe:
     def _fresh(self) -> float | None:
         """What it costs to touch memory first, beyond writing it; None where the allocator keeps it at hand."""
         nbytes = min(2 * FRESH, self._limit)
-        kept = torch.empty(nbytes, dtype=torch.uint8)
+        kept = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         warm = self._seconds(lambda: kept.fill_(1))
-        cold = self._seconds(lambda: torch.empty(nbytes, dtype=torch.uint8).fill_(1))
+        cold = self._seconds(lambda: torch.empty(nbytes, dtype=torch.uint8, device="cpu").fill_(1))
         return float(f"{nbytes / (cold - warm) / 1e9:.4g}") if cold > 1.05 * warm else None
 
     def _adam(self) -> float:

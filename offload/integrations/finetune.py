@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from offload.integrations.loading import (
 from offload.integrations.progress import Progress, StepFigures, Work
 from offload.integrations.run_checkpoints import Generators, RunCheckpoints
 from offload.integrations.run_plan import plan_of_run, said
-from offload.integrations.run_report import LaneFigures, RunReport, TierFigures
+from offload.integrations.run_report import LaneFigures, RunReport, TierFigures, added
 from offload.integrations.step_trace import StepTrace
 from offload.progress import listening
 from offload.sizes import format_size
@@ -215,7 +215,7 @@ class FinetuneRun:
 
         def total() -> None:
             """What the whole run has taken, earlier parts of it included."""
-            report.lanes = _sum(earlier, self._lanes(before))
+            report.lanes = added(earlier, self._lanes(before))
             saving = report.phases.get("checkpoints", 0.0)
             report.seconds = earlier_s + time.perf_counter() - start - saving
             report.skipped_steps = optimizer.skipped_steps
@@ -393,12 +393,6 @@ class FinetuneRun:
             yield
         finally:
             self.report.phases[name] = time.perf_counter() - start
-
-
-def _sum(one: Mapping[str, LaneFigures], other: Mapping[str, LaneFigures]) -> dict[str, LaneFigures]:
-    zero = LaneFigures(0, 0.0)
-    pairs = {name: (one.get(name, zero), other.get(name, zero)) for name in {**one, **other}}
-    return {name: LaneFigures(a.bytes + b.bytes, a.busy_s + b.busy_s) for name, (a, b) in pairs.items()}
 
 
 def _size_of(folder: Path) -> int:

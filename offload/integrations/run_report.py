@@ -15,7 +15,7 @@ from typing import Any
 
 from offload.integrations.progress import StepFigures
 
-__all__ = ["LaneFigures", "RunReport", "TierFigures", "peak_rss_bytes", "versions"]
+__all__ = ["LaneFigures", "RunReport", "TierFigures", "added", "peak_rss_bytes", "versions"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,13 @@ class LaneFigures:
 
     bytes: int
     busy_s: float
+
+
+def added(one: Mapping[str, LaneFigures], other: Mapping[str, LaneFigures]) -> dict[str, LaneFigures]:
+    """Lane by lane."""
+    zero = LaneFigures(0, 0.0)
+    pairs = {name: (one.get(name, zero), other.get(name, zero)) for name in {**one, **other}}
+    return {name: LaneFigures(a.bytes + b.bytes, a.busy_s + b.busy_s) for name, (a, b) in pairs.items()}
 
 
 @dataclass(frozen=True)

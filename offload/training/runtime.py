@@ -284,24 +284,6 @@ class Runtime:
         else:
             self.promises.expect()
 
-    def takes_uses(self) -> bool:
-        """May the gradient of each use of a tied weight come by itself?"""
-        return self.parts.ranks.alone and not self.early.active
-
-    def is_first(self, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-        """Is none kept of the parameter's gradient, and will it be in ``dtype``?"""
-        unit, index = self.place_of(parameter)
-        buffer = self.gradients.buffer(unit)
-        return not buffer.present[index] and buffer.dtype == dtype
-
-    def accept_use(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """As :meth:`accept_gradient`, of one use of a parameter."""
-        unit, index = self.place_of(parameter)
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            self.settle_unit(unit)
-            self.gradients.arrived(unit, index, gradient)
-        self.promises.expect()
-
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Owner: the gradient that the next update will use, or None."""
         self.accept_gradient(parameter)  # there is something to take only after an interrupt in backward

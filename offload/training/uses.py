@@ -53,7 +53,7 @@ class TiedUses:
 
         def watch(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             runtime = self._owner()
-            if runtime is None or not torch.is_grad_enabled() or not runtime.takes_uses():
+            if runtime is None or not torch.is_grad_enabled() or not _come_apart(runtime):
                 return
             with torch._C.DisableTorchFunctionSubclass():
                 found = [p for ref in known if (p := ref()) is not None and _is_only_ours(p)]
@@ -71,7 +71,7 @@ class TiedUses:
             gradient, runtime, parameter = gradients[index], self._owner(), known()
             if gradient is None or runtime is None or parameter is None or torch.is_grad_enabled():
                 return None
-            if not runtime.takes_uses() or not _is_accumulated(leaf):
+            if not _come_apart(runtime) or not _is_accumulated(leaf):
                 return None
             self._take(runtime, parameter, gradient)
             return tuple(None if number == index else one for number, one in enumerate(gradients))
@@ -81,7 +81,7 @@ class TiedUses:
     def _take(self, runtime: Runtime, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         key, now = id(parameter), torch._C._current_graph_task_id()
         before, total = self._sums.get(key, (-1, None))
-        if before != now and not runtime.is_first(parameter, gradient.dtype):
+        if before != now and not _is_first(runtime, parameter, gradient.dtype):
             dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
             self._sums[key] = now, torch.empty_like(dense).copy_(dense)
             Variable._execution_engine.queue_callback(lambda: self._end(parameter))
@@ -89,13 +89,34 @@ class TiedUses:
             total.add_(gradient)
         else:
             self._sums[key] = now, None
-            runtime.accept_use(parameter, gradient)
+            _accept(runtime, parameter, gradient)
 
     def _end(self, parameter: nn.Parameter) -> None:
         _, total = self._sums.pop(id(parameter), (-1, None))
         runtime = self._owner()
         if total is not None and runtime is not None:
-            runtime.accept_use(parameter, total)
+            _accept(runtime, parameter, total)
+
+
+def _come_apart(runtime: Runtime) -> bool:
+    """May the gradient of each use come by itself?"""
+    return runtime.parts.ranks.alone and not runtime.early.active
+
+
+def _is_first(runtime: Runtime, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+    """Is none kept of the parameter's gradient, and will it be in ``dtype``?"""
+    unit, index = runtime.place_of(parameter)
+    buffer = runtime.gradients.buffer(unit)
+    return not buffer.present[index] and buffer.dtype == dtype
+
+
+def _accept(runtime: Runtime, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """As Runtime.accept_gradient, of one use."""
+    unit, index = runtime.place_of(parameter)
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        runtime.settle_unit(unit)
+        runtime.gradients.arrived(unit, index, gradient)
+    runtime.promises.expect()
 
 
 def _is_only_ours(parameter: nn.Parameter) -> bool:
